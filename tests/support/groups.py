@@ -1,0 +1,81 @@
+"""Pipeline groups inside a rank process: real vLLM coordinators, with or without the plugin."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_pp_plugin import config, plugin
+
+
+def arm(device: str = "cpu", **settings: Any) -> None:
+    """Install the plugin's seams in this process, as a worker does."""
+    from vllm_pp_plugin.seams.facts import Situation
+
+    plugin.settle(config.parse({"async_sends": True, **settings}), Situation(device, 2, True))
+
+
+def coordinator(name: str = "pp", ranks: list[list[int]] | None = None) -> Any:
+    """A GroupCoordinator over all ranks (or over ``ranks``); named "pp" it becomes the plugin's when armed."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    return GroupCoordinator(
+        group_ranks=ranks or [list(range(dist.get_world_size()))],
+        local_rank=dist.get_rank(),
+        torch_distributed_backend="gloo",
+        use_device_communicator=True,
+        group_name=name,
+    )
+
+
+@contextmanager
+def plugin_group(settings: dict[str, Any] | None = None, ranks: list[list[int]] | None = None):
+    """A pipeline group with the plugin; destroyed at the end."""
+    arm(**(settings or {}))
+    group = coordinator("pp", ranks)
+    try:
+        yield group
+    finally:
+        group.destroy()
+        plugin.disarm()
+
+
+@contextmanager
+def stock_group():
+    """A pipeline group of stock vLLM."""
+    plugin.disarm()
+    group = coordinator("pp")
+    try:
+        yield group
+    finally:
+        group.destroy()
+
+
+def barrier() -> None:
+    """All ranks of the world meet."""
+    dist.barrier()
+
+
+def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two messages are the same: keys in order, dtypes, shapes and bits."""
+    if list(left) != list(right):
+        return False
+    for key, value in left.items():
+        other = right[key]
+        if isinstance(value, torch.Tensor):
+            same = (
+                isinstance(other, torch.Tensor)
+                and value.dtype == other.dtype
+                and value.shape == other.shape
+                and torch.equal(
+                    value.contiguous().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+                )
+            )
+            if not same:
+                return False
+        elif value != other:
+            return False
+    return True

@@ -1,0 +1,109 @@
+"""The clock over a ledger: warns about a send that is not taken, and ends one that never will be.
+
+It is a thread of its own because the thread that drains gloo sends cannot have a time-out: a gloo wait that
+times out closes every connection of the group, also for a receiver that was merely slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Stuck", "Watcher"]
+
+logger = logging.getLogger("vllm.pp_plugin")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stuck:
+    """The oldest send in flight.
+
+    Attributes:
+        send: The ledger's record of it.
+        what: Peer, names, bytes and age, as text.
+        stuck_s: Seconds without any progress of the group.
+        pending: Number of sends in flight.
+    """
+
+    send: Any
+    what: str
+    stuck_s: float
+    pending: int
+
+
+class Watcher:
+    """Looks at the oldest send now and then; sleeps while there is none.
+
+    Args:
+        name: The group's name.
+        warn_s: Age in seconds at which a send is logged, once, and at most one a ``warn_s``.
+        deadline_s: Seconds without progress after which ``on_deadline`` is called, once.
+        oldest: Returns the oldest send, or None.
+        on_deadline: Ends the group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        warn_s: float,
+        deadline_s: float,
+        oldest: Callable[[], Stuck | None],
+        on_deadline: Callable[[Stuck], None],
+    ) -> None:
+        self._name = name
+        self._warn_s = warn_s
+        self._deadline_s = deadline_s
+        self._oldest = oldest
+        self._on_deadline = on_deadline
+        self._tick_s = min(1.0, max(0.01, min(warn_s, deadline_s) / 4))
+        self._busy = threading.Event()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(
+            target=self._run, name=f"pp-send-watch[{self._name}]", daemon=True
+        )
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There is something to watch."""
+        self._busy.set()
+
+    def stop(self) -> None:
+        """End the thread, from whatever thread."""
+        self._stopped.set()
+        self._busy.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        warned: Any = None
+        warned_at = float("-inf")
+        while True:
+            self._busy.wait()
+            if self._stopped.is_set():
+                return
+            self._busy.clear()
+            while (stuck := self._oldest()) is not None:
+                now = time.monotonic()
+                if stuck.stuck_s >= self._deadline_s:
+                    self._on_deadline(stuck)
+                    return
+                due = stuck.send is not warned and now - warned_at >= self._warn_s
+                if stuck.stuck_s >= self._warn_s and due:
+                    warned, warned_at = stuck.send, now
+                    logger.warning(
+                        "group %s: %s, is not taken yet; %d sends in flight, nothing moved for %.1f s",
+                        self._name,
+                        stuck.what,
+                        stuck.pending,
+                        stuck.stuck_s,
+                    )
+                if self._stopped.wait(self._tick_s):
+                    return

@@ -1,0 +1,117 @@
+"""What the plugin has to know about a device: how to copy, how a send completes, how to abort a group."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Completion", "DeviceBackend", "abort_gloo_group"]
+
+# A tag that no vLLM message uses, so that the receive below can never take a real message.
+_POISON_TAG = 0x7070
+_POISON_TIMEOUT = timedelta(milliseconds=20)
+
+
+class Completion(enum.Enum):
+    """How one learns that a send is over and its buffer is free."""
+
+    WAIT = "wait"
+    """Only ``wait()`` tells, once, from a thread that may block (gloo: ``is_completed()`` can be true too
+    early, and a second ``wait()`` never returns)."""
+
+    POLL = "poll"
+    """``is_completed()`` tells, from any thread and without blocking the device (NCCL, HCCL, XCCL: an event
+    query). It is also true for failed work, so ``wait()`` follows once it is true."""
+
+
+def abort_gloo_group(group: ProcessGroup, group_rank: int) -> None:
+    """End everything that is pending on a gloo group, so that threads blocked in ``wait()`` return.
+
+    gloo's own ``abort()`` and ``shutdown()`` leave such threads blocked (tried on torch 2.13); what does end
+    them is a wait that times out, since it closes every connection of the group. So a receive that nobody
+    will answer is posted and allowed to time out. The group is unusable afterwards.
+
+    Args:
+        group: A process group with the gloo backend.
+        group_rank: This process's rank in it.
+    """
+    import torch
+
+    others = [r for r in range(group.size()) if r != group_rank]
+    if not others:
+        return
+    try:
+        group.recv([torch.empty(1)], others[0], _POISON_TAG).wait(_POISON_TIMEOUT)
+    except RuntimeError:
+        pass  # this is the time-out that closes the connections (or they are closed already)
+
+
+class DeviceBackend:
+    """A device as the plugin sees it. Vendors derive from this class and return it from their hook.
+
+    The defaults are those of an accelerator with a PyTorch backend whose collective works can be polled.
+
+    Attributes:
+        name: ``torch.device.type`` of the device, e.g. ``"npu"``.
+        communicator_name: Prefix of the composed communicator class: ``"Npu"`` gives ``NpuPPCommunicator``.
+    """
+
+    name: str = ""
+    communicator_name: str = ""
+
+    def private_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy that only the send owns.
+
+        On a device it is enqueued on the current stream, like the send after it, so no event and no
+        ``record_stream`` is needed: the collective library orders its own stream after the current one, and
+        the ledger keeps the copy until the send's work has completed.
+
+        Args:
+            tensor: Any strided tensor; not modified.
+
+        Returns:
+            A new tensor of the same shape and dtype, in contiguous layout.
+        """
+        import torch
+
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def completion(self, tensor: torch.Tensor) -> Completion:
+        """How a send of ``tensor`` completes. CPU tensors travel on gloo on every platform."""
+        return Completion.WAIT if tensor.is_cpu else Completion.POLL
+
+    def abort_device_group(self, group: ProcessGroup) -> None:
+        """End what is pending on the device's group. Called from a helper thread, at most once."""
+        import torch
+
+        backend = group._get_backend(torch.device(self.name))
+        abort = getattr(backend, "abort", None)
+        if callable(abort):
+            abort()
+
+    def abort(self, groups: Sequence[ProcessGroup], group_rank: int) -> None:
+        """End what is pending on ``groups`` (the cpu group and, where it differs, the device group)."""
+        import torch.distributed as dist
+
+        for group in groups:
+            if dist.get_backend(group) == "gloo":
+                abort_gloo_group(group, group_rank)
+            else:
+                self.abort_device_group(group)
+
+    def available(self) -> bool:
+        """Whether such a device is present in this process. Must not initialise it."""
+        import torch
+
+        module = getattr(torch, self.name, None)
+        return bool(module is not None and module.is_available())
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for ``vllm-pp doctor``: strings and numbers only."""
+        return {"name": self.name, "available": self.available(), "evidence": "written, never run on hardware"}
