@@ -110,9 +110,7 @@ def parse(raw: Mapping[str, Any] | None) -> PluginConfig:
     if raw is None:
         return PluginConfig()
     if not isinstance(raw, Mapping):
-        raise ConfigError(
-            f'pp_plugin is {raw!r}: an object with settings is needed, e.g. {{"async_sends": false}}'
-        )
+        raise ConfigError(f'pp_plugin is {raw!r}: an object with settings is needed, e.g. {{"async_sends": false}}')
     fields = {f.name: f for f in dataclasses.fields(PluginConfig)}
     values: dict[str, Any] = {}
     for name, value in raw.items():

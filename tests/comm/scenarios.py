@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import torch
-import torch.distributed as dist
 
 from tests.support.groups import barrier, equal, plugin_group
 
@@ -19,7 +18,9 @@ def smoke():
             h = g.isend_tensor_dict({"h": a, "x": 3})
             blocked = time.perf_counter() - t0
             a.zero_()
-            for x in h: x.wait(); x.wait()
+            for x in h:
+                x.wait()
+                x.wait()
             barrier()
             return out, blocked, len(h)
         barrier()

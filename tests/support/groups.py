@@ -70,9 +70,7 @@ def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
                 isinstance(other, torch.Tensor)
                 and value.dtype == other.dtype
                 and value.shape == other.shape
-                and torch.equal(
-                    value.contiguous().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
-                )
+                and torch.equal(value.contiguous().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
             )
             if not same:
                 return False

@@ -14,7 +14,7 @@ import atexit
 import functools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm_pp_plugin.comm import agreement
 from vllm_pp_plugin.comm.channel import SendChannel
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vllm_pp_plugin.comm.handles import SourceReusable
 
-__all__ = ["AGREEMENT_TIMEOUT_S", "AsyncSendMixin", "channel_of", "compose", "open_channels"]
+__all__ = ["AGREEMENT_TIMEOUT_S", "AsyncSendMixin", "compose", "open_channels", "sends"]
 
 logger = logging.getLogger("vllm.pp_plugin")
 
@@ -173,9 +173,9 @@ class AsyncSendMixin:
         self._pp_channel = None
 
 
-def channel_of(communicator: object) -> SendChannel | None:
-    """The channel of a communicator, or None where it is not ours or stepped aside."""
-    return communicator.pp_channel if isinstance(communicator, AsyncSendMixin) else None
+def sends(communicator: object) -> TypeGuard[AsyncSendMixin]:
+    """Whether a communicator is ours and has not stepped aside."""
+    return isinstance(communicator, AsyncSendMixin) and communicator.pp_channel is not None
 
 
 def open_channels() -> list[SendChannel]:

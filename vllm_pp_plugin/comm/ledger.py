@@ -107,9 +107,7 @@ class SendLedger:
         self._aborted = False
         self._closed = False
         self._drainer: threading.Thread | None = None
-        self._watcher = Watcher(
-            name, config.send_warn_s, config.send_deadline_s, self._stuck_send, self._on_deadline
-        )
+        self._watcher = Watcher(name, config.send_warn_s, config.send_deadline_s, self._stuck_send, self._on_deadline)
         self._sends = self._peak_pending = self._peak_bytes = self._pressure_waits = 0
         self._pressure_s = 0.0
 
@@ -188,9 +186,7 @@ class SendLedger:
     def _raise_if_unusable(self) -> None:
         if self._failure is not None:
             failure = self._failure
-            raise type(failure)(
-                str(failure), peer=failure.peer, keys=failure.keys, age_s=failure.age_s
-            ) from failure
+            raise type(failure)(str(failure), peer=failure.peer, keys=failure.keys, age_s=failure.age_s) from failure
         if self._closed:
             raise ChannelClosedError(f"group {self.name} was destroyed; nothing can be sent on it any more")
 
@@ -280,9 +276,7 @@ class SendLedger:
 
     def _start_threads(self) -> None:
         if self._drainer is None:
-            self._drainer = threading.Thread(
-                target=self._drain_loop, name=f"pp-send-drain[{self.name}]", daemon=True
-            )
+            self._drainer = threading.Thread(target=self._drain_loop, name=f"pp-send-drain[{self.name}]", daemon=True)
             self._drainer.start()
             self._watcher.start()
         self._watcher.wake()

@@ -66,9 +66,7 @@ class Watcher:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread = threading.Thread(
-            target=self._run, name=f"pp-send-watch[{self._name}]", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=f"pp-send-watch[{self._name}]", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:

@@ -32,7 +32,7 @@ def communicator_init(config: Callable[[], PluginConfig]) -> Seam:
             try:
                 backend = device_backend(self.device.type)
                 if not isinstance(self, AsyncSendMixin):
-                    self.__class__ = compose(type(self), backend.communicator_name)
+                    self.__class__ = compose(self.__class__, backend.communicator_name)
             except (HookError, TypeError) as exc:  # TypeError: a class whose objects cannot change class
                 if config().async_sends is True:
                     raise FeatureUnavailableError(f"async_sends was asked for: {exc}") from exc

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_pp_plugin.comm.communicator import AsyncSendMixin, channel_of
+from vllm_pp_plugin.comm.communicator import AsyncSendMixin, sends
 from vllm_pp_plugin.seams.seam import Seam, SeamInfo
 
 __all__ = ["destroy", "isend_tensor_dict", "send_tensor_dict"]
@@ -39,7 +39,9 @@ def _split(
             continue
         if tensor.numel() == 0:
             continue
-        if group._should_use_all_gather(key, tensor.numel(), all_gather_group, all_gather_tensors):
+        if all_gather_group is not None and group._should_use_all_gather(
+            key, tensor.numel(), all_gather_group, all_gather_tensors
+        ):
             tensor = tensor.reshape(all_gather_group.world_size, -1)[all_gather_group.rank_in_group]
         parts.append((key, tensor))
     return metadata, parts
@@ -68,10 +70,10 @@ def isend_tensor_dict() -> Seam:
             all_gather_tensors: dict[str, bool] | None = None,
         ) -> list[Any]:
             communicator = getattr(self, "device_communicator", None)
-            if self.world_size <= 1 or channel_of(communicator) is None:
+            if self.world_size <= 1 or not sends(communicator):
                 return list(original(self, tensor_dict, dst, all_gather_group, all_gather_tensors))
             metadata, parts = _split(self, tensor_dict, all_gather_group, all_gather_tensors)
-            return list(communicator.pp_isend(metadata, parts, _destination(self, dst)))  # type: ignore[union-attr]
+            return list(communicator.pp_isend(metadata, parts, _destination(self, dst)))
 
         return isend_tensor_dict
 
@@ -105,13 +107,11 @@ def send_tensor_dict() -> Seam:
             all_gather_tensors: dict[str, bool] | None = None,
         ) -> dict[str, Any] | None:
             communicator = getattr(self, "device_communicator", None)
-            if self.world_size <= 1 or channel_of(communicator) is None:
-                result: dict[str, Any] | None = original(
-                    self, tensor_dict, dst, all_gather_group, all_gather_tensors
-                )
+            if self.world_size <= 1 or not sends(communicator):
+                result: dict[str, Any] | None = original(self, tensor_dict, dst, all_gather_group, all_gather_tensors)
                 return result
             metadata, parts = _split(self, tensor_dict, all_gather_group, all_gather_tensors)
-            communicator.pp_send(metadata, parts, _destination(self, dst))  # type: ignore[union-attr]
+            communicator.pp_send(metadata, parts, _destination(self, dst))
             return None
 
         return send_tensor_dict

@@ -98,9 +98,7 @@ class Seam:
         if function is None:
             raise SeamError(f"{self.info.target}: {owner.__qualname__} has no method {method}")
         if not inspect.isfunction(function):
-            raise SeamError(
-                f"{self.info.target}: a plain method was expected, found {type(function).__name__}"
-            )
+            raise SeamError(f"{self.info.target}: a plain method was expected, found {type(function).__name__}")
         found = tuple(inspect.signature(function).parameters)
         fits = found == self.parameters if self.exact else found[: len(self.parameters)] == self.parameters
         if not fits:
@@ -168,5 +166,5 @@ class Seam:
         if self._inherited:
             delattr(self._class, method)
         else:
-            setattr(self._class, method, self._wrapper.__wrapped__)  # type: ignore[attr-defined]
+            setattr(self._class, method, self._wrapper.__wrapped__)
         self._class = self._wrapper = None
