@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_pp_plugin import config, plugin
+from vllm_pp_plugin.seams.standalone import make_coordinator
 
 
 def arm(device: str = "cpu", **settings: Any) -> None:
@@ -18,24 +19,11 @@ def arm(device: str = "cpu", **settings: Any) -> None:
     plugin.settle(config.parse({"async_sends": True, **settings}), Situation(device, 2, True))
 
 
-def coordinator(name: str = "pp", ranks: list[list[int]] | None = None) -> Any:
-    """A GroupCoordinator over all ranks (or over ``ranks``); named "pp" it becomes the plugin's when armed."""
-    from vllm.distributed.parallel_state import GroupCoordinator
-
-    return GroupCoordinator(
-        group_ranks=ranks or [list(range(dist.get_world_size()))],
-        local_rank=dist.get_rank(),
-        torch_distributed_backend="gloo",
-        use_device_communicator=True,
-        group_name=name,
-    )
-
-
 @contextmanager
 def plugin_group(settings: dict[str, Any] | None = None, ranks: list[list[int]] | None = None):
     """A pipeline group with the plugin; destroyed at the end."""
     arm(**(settings or {}))
-    group = coordinator("pp", ranks)
+    group = make_coordinator(group_ranks=ranks)
     try:
         yield group
     finally:
@@ -47,7 +35,7 @@ def plugin_group(settings: dict[str, Any] | None = None, ranks: list[list[int]] 
 def stock_group():
     """A pipeline group of stock vLLM."""
     plugin.disarm()
-    group = coordinator("pp")
+    group = make_coordinator()
     try:
         yield group
     finally:

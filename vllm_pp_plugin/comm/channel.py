@@ -121,7 +121,14 @@ class SendChannel:
         with self._ledger.admit(peer, tuple(key for key, _ in tensors), nbytes) as send:
             # All copies before the first byte leaves: an error here (out of memory) must not leave the
             # peer with half a message.
-            owned = [t if donate and t.is_contiguous() else self.backend.private_copy(t) for _, t in tensors]
+            given = [donate and t.is_contiguous() for _, t in tensors]
+            owned = [
+                t if is_given else self.backend.private_copy(t)
+                for (_, t), is_given in zip(tensors, given, strict=True)
+            ]
+            copies = [t for t, is_given in zip(owned, given, strict=True) if not is_given]
+            if copies:
+                send.recycle = lambda: self.backend.recycle(copies)
             with self._wire:
                 self._put(send, length, peer, Completion.WAIT)
                 self._put(send, pickled, peer, Completion.WAIT)

@@ -54,6 +54,7 @@ class PendingSend:
         works: What the transport returned, with the rule by which each completes.
         retained: Everything the transport reads from; kept until all works are over.
         posted_at: ``time.monotonic()`` when it was posted, in seconds.
+        recycle: Called once all works are over, unless one failed; e.g. gives buffers back to a pool.
         done: Whether all works are over, well or not.
     """
 
@@ -63,6 +64,7 @@ class PendingSend:
     works: list[tuple[Completion, Work]] = dataclasses.field(default_factory=list)
     retained: list[Any] = dataclasses.field(default_factory=list)
     posted_at: float = 0.0
+    recycle: Callable[[], None] | None = None
     done: bool = False
 
     def describe(self, now: float) -> str:
@@ -288,7 +290,8 @@ class SendLedger:
                 if not self._queue:
                     return
                 send = self._queue[0]
-            self._complete(send)
+            if self._complete(send) and send.recycle is not None:
+                send.recycle()
             with self._changed:
                 self._queue.popleft()
                 self._bytes -= send.nbytes
@@ -296,11 +299,13 @@ class SendLedger:
                 send.done = True
                 send.works.clear()
                 send.retained.clear()
+                send.recycle = None
                 self._changed.notify_all()
             del send  # or this thread would keep the last message's record while it is idle
 
-    def _complete(self, send: PendingSend) -> None:
-        """Wait for every work of a message, each exactly once."""
+    def _complete(self, send: PendingSend) -> bool:
+        """Wait for every work of a message, each exactly once; whether all went well."""
+        well = True
         for rule, work in send.works:
             try:
                 if rule is Completion.POLL:
@@ -308,6 +313,8 @@ class SendLedger:
                 work.wait()
             except Exception as exc:  # noqa: BLE001 - transports raise what they like; kept and raised to the caller
                 self._on_error(send, exc)
+                well = False
+        return well
 
     def _poll(self, work: Work) -> None:
         pause = _POLL_FIRST_S

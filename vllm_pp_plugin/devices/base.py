@@ -82,6 +82,12 @@ class DeviceBackend:
 
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
+    def recycle(self, copies: Sequence[torch.Tensor]) -> None:
+        """Take back private copies that nobody reads any more; by default they are just dropped.
+
+        Called by a helper thread, and never for a send that failed.
+        """
+
     def completion(self, tensor: torch.Tensor) -> Completion:
         """How a send of ``tensor`` completes. CPU tensors travel on gloo on every platform."""
         return Completion.WAIT if tensor.is_cpu else Completion.POLL

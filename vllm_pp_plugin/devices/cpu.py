@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_pp_plugin.devices.base import Completion, DeviceBackend
@@ -12,12 +13,28 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuBackend"]
 
+_POOL_BYTES = 128 * 1024 * 1024
+"""Host memory that a group keeps for its next sends."""
+
 
 class CpuBackend(DeviceBackend):
     """The host itself."""
 
     name = "cpu"
     communicator_name = "Cpu"
+
+    def __init__(self) -> None:
+        from vllm_pp_plugin.comm.pool import BufferPool
+
+        self._pool = BufferPool(_POOL_BYTES)
+
+    def private_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See the base class; the memory is used again."""
+        return self._pool.copy_of(tensor)
+
+    def recycle(self, copies: Sequence[torch.Tensor]) -> None:
+        """See the base class."""
+        self._pool.give_back(copies)
 
     def completion(self, tensor: torch.Tensor) -> Completion:
         """gloo can only be waited for."""
