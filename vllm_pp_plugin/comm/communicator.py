@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_pp_plugin.comm.handles import SourceReusable
+    from vllm_pp_plugin.comm.header import Header
 
 __all__ = ["AGREEMENT_TIMEOUT_S", "AsyncSendMixin", "compose", "open_channels", "sends"]
 
@@ -80,7 +81,7 @@ class AsyncSendMixin:
 
     def pp_isend(
         self,
-        metadata: Any,
+        header: Header,
         tensors: Sequence[tuple[str, torch.Tensor]],
         dst: int,
         *,
@@ -88,12 +89,12 @@ class AsyncSendMixin:
     ) -> list[SourceReusable]:
         """See :meth:`SendChannel.isend`."""
         assert self._pp_channel is not None
-        return self._pp_channel.isend(metadata, tensors, dst, donate=donate)
+        return self._pp_channel.isend(header, tensors, dst, donate=donate)
 
-    def pp_send(self, metadata: Any, tensors: Sequence[tuple[str, torch.Tensor]], dst: int) -> None:
+    def pp_send(self, header: Header, tensors: Sequence[tuple[str, torch.Tensor]], dst: int) -> None:
         """See :meth:`SendChannel.send`."""
         assert self._pp_channel is not None
-        self._pp_channel.send(metadata, tensors, dst)
+        self._pp_channel.send(header, tensors, dst)
 
     # -- which path: vLLM asks a CPU communicator whether it sends whole dictionaries itself --------------
 

@@ -186,11 +186,11 @@ class SendLedger:
         return too_many or self._bytes + nbytes > self._config.max_retained_bytes
 
     def _raise_if_unusable(self) -> None:
+        if self._closed:
+            raise ChannelClosedError(f"group {self.name} was destroyed; nothing can be sent on it any more")
         if self._failure is not None:
             failure = self._failure
             raise type(failure)(str(failure), peer=failure.peer, keys=failure.keys, age_s=failure.age_s) from failure
-        if self._closed:
-            raise ChannelClosedError(f"group {self.name} was destroyed; nothing can be sent on it any more")
 
     # -- waiting ---------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class BufferPool:
             return tensor.detach().clone(memory_format=torch.contiguous_format)
         storage = self._take(size_class(nbytes))
         copy = torch.empty(0, dtype=tensor.dtype)
-        copy.set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
+        copy.set_(storage, 0, tensor.shape)
         return copy.copy_(tensor.detach())
 
     def _take(self, size: int) -> torch.UntypedStorage:

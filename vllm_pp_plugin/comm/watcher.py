@@ -70,8 +70,9 @@ class Watcher:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to watch."""
-        self._busy.set()
+        """There is something to watch. Costs nothing while the thread is watching already."""
+        if not self._busy.is_set():
+            self._busy.set()
 
     def stop(self) -> None:
         """End the thread, from whatever thread."""
@@ -87,7 +88,6 @@ class Watcher:
             self._busy.wait()
             if self._stopped.is_set():
                 return
-            self._busy.clear()
             while (stuck := self._oldest()) is not None:
                 now = time.monotonic()
                 if stuck.stuck_s >= self._deadline_s:
@@ -105,3 +105,6 @@ class Watcher:
                     )
                 if self._stopped.wait(self._tick_s):
                     return
+            self._busy.clear()
+            if self._oldest() is not None:  # posted between the last look and the clearing
+                self._busy.set()

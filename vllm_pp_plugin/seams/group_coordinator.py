@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from vllm_pp_plugin.comm.communicator import AsyncSendMixin, sends
+from vllm_pp_plugin.comm.header import HeaderCache
 from vllm_pp_plugin.seams.seam import Seam, SeamInfo
 
 __all__ = ["destroy", "isend_tensor_dict", "send_tensor_dict"]
@@ -19,32 +22,35 @@ _NEEDS = (f"{_MODULE}:_split_tensor_dict", f"{_MODULE}:GroupCoordinator._should_
 _SEND_PARAMETERS = ("self", "tensor_dict", "dst", "all_gather_group", "all_gather_tensors")
 
 
-def _split(
-    group: Any,
-    tensor_dict: dict[str, Any],
-    all_gather_group: Any | None,
-    all_gather_tensors: dict[str, bool] | None,
-) -> tuple[Any, list[tuple[str, Any]]]:
-    """What goes on the wire: vLLM's metadata, and the tensors (or this rank's slices) that are not empty.
-
-    Which tensors are sliced is asked of vLLM's own rule, since the receiver uses it too.
-    """
-    import torch
+def _describe(message: dict[str, Any]) -> Any:
     from vllm.distributed.parallel_state import _split_tensor_dict
 
-    metadata, _ = _split_tensor_dict(tensor_dict)
-    parts: list[tuple[str, Any]] = []
-    for key, tensor in tensor_dict.items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        if tensor.numel() == 0:
+    return _split_tensor_dict(message)[0]
+
+
+_headers = HeaderCache(_describe)
+
+
+def _parts(
+    group: Any,
+    message: dict[str, Any],
+    all_gather_group: Any | None,
+    all_gather_tensors: dict[str, bool] | None,
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors (or this rank's slices) that are not empty.
+
+    Which ones are sliced is asked of vLLM's own rule, since the receiver uses it too.
+    """
+    parts = []
+    for key, tensor in message.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
             continue
         if all_gather_group is not None and group._should_use_all_gather(
             key, tensor.numel(), all_gather_group, all_gather_tensors
         ):
             tensor = tensor.reshape(all_gather_group.world_size, -1)[all_gather_group.rank_in_group]
         parts.append((key, tensor))
-    return metadata, parts
+    return parts
 
 
 def _destination(group: Any, dst: int | None) -> int:
@@ -72,8 +78,8 @@ def isend_tensor_dict() -> Seam:
             communicator = getattr(self, "device_communicator", None)
             if self.world_size <= 1 or not sends(communicator):
                 return list(original(self, tensor_dict, dst, all_gather_group, all_gather_tensors))
-            metadata, parts = _split(self, tensor_dict, all_gather_group, all_gather_tensors)
-            return list(communicator.pp_isend(metadata, parts, _destination(self, dst)))
+            parts = _parts(self, tensor_dict, all_gather_group, all_gather_tensors)
+            return list(communicator.pp_isend(_headers.of(tensor_dict), parts, _destination(self, dst)))
 
         return isend_tensor_dict
 
@@ -110,8 +116,8 @@ def send_tensor_dict() -> Seam:
             if self.world_size <= 1 or not sends(communicator):
                 result: dict[str, Any] | None = original(self, tensor_dict, dst, all_gather_group, all_gather_tensors)
                 return result
-            metadata, parts = _split(self, tensor_dict, all_gather_group, all_gather_tensors)
-            communicator.pp_send(metadata, parts, _destination(self, dst))
+            parts = _parts(self, tensor_dict, all_gather_group, all_gather_tensors)
+            communicator.pp_send(_headers.of(tensor_dict), parts, _destination(self, dst))
             return None
 
         return send_tensor_dict

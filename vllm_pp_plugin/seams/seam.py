@@ -88,10 +88,7 @@ class Seam:
         if self.owner is not None:
             owner: Any = self.owner
         else:
-            try:
-                owner = getattr(importlib.import_module(self._module_name), class_name, None)
-            except ImportError as exc:
-                raise SeamError(f"{self.info.target}: cannot import {self._module_name}: {exc}") from exc
+            owner = getattr(self._import(self._module_name), class_name, None)
         if not isinstance(owner, type):
             raise SeamError(f"{self.info.target}: {self._module_name} has no class {class_name}")
         function = inspect.getattr_static(owner, method, None)
@@ -108,12 +105,18 @@ class Seam:
             )
         for need in self.needs:
             module_name, path = need.split(":")
-            found_need: Any = importlib.import_module(module_name)
+            found_need: Any = self._import(module_name)
             for part in path.split("."):
                 found_need = getattr(found_need, part, None)
             if found_need is None:
                 raise SeamError(f"{self.info.target}: {need} is missing, which the wrapper uses")
         return owner
+
+    def _import(self, name: str) -> Any:
+        try:
+            return importlib.import_module(name)
+        except Exception as exc:  # a module may raise anything (no driver, no device); kept as the cause
+            raise SeamError(f"{self.info.target}: cannot import {name}: {type(exc).__name__}: {exc}") from exc
 
     def installed(self) -> bool:
         """Whether calls of the target go through the wrapper now, read from the class itself."""
