@@ -85,7 +85,7 @@ def _diagnose(settings: str | None, pipeline_parallel_size: int, eager: bool) ->
     state = plugin.report()
     result["features"], result["seams"] = state["features"], state["seams"]
     problems += [text for text in state["problems"] if text not in problems]
-    problems += _missing_distribution(result["vllm"])
+    problems += _not_installed() + _missing_distribution(result["vllm"])
     result["vendor_plugins"], failures = _vendor_plugins()
     problems += failures
     result["ok"] = not problems
@@ -112,10 +112,15 @@ def _why_not_loaded(result: dict[str, Any]) -> list[str]:
             f"VLLM_PLUGINS is {listed!r}: vLLM loads only plugins named there, and pp_plugin is not (exact name, "
             "comma-separated, no blanks)"
         )
-    points = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if not any(point.value.startswith("vllm_pp_plugin:") for point in points):
-        reasons.append("the package is importable but not installed, so vLLM cannot find it: pip install it")
     return reasons
+
+
+def _not_installed() -> list[str]:
+    """A source tree on the path is importable, but has no entry point."""
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if any(point.value.startswith("vllm_pp_plugin:") for point in points):
+        return []
+    return ["the package is importable but not installed, so vLLM cannot find it: pip install it"]
 
 
 def _device(device_type: str, problems: list[str]) -> dict[str, Any]:

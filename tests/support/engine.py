@@ -29,12 +29,12 @@ def toy_model(**recipe: Any) -> Path:
 
 def environment(ranks: int, vllm: str | None = None, **extra: str) -> dict[str, str]:
     """Environment of an engine with ``ranks`` workers, which share this machine's two cores."""
-    path = [str(ROOT)]
+    path = [str(ROOT), *extra.pop("PYTHONPATH", "").split(os.pathsep)]
     if vllm is not None:
         path.insert(0, str(ROOT / ".cache" / "vllm" / vllm))
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(r % 2) for r in range(ranks)),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",

@@ -22,6 +22,7 @@ def worker_report(worker: Any) -> dict[str, Any]:
 
     report = plugin.report()
     report["rank"] = worker.rank
+    report["record"] = getattr(worker, "pp_test_record", None)
     report["channels"] = [{"name": c.name, **dataclasses.asdict(c.stats())} for c in open_channels()]
     return report
 

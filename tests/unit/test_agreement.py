@@ -98,7 +98,7 @@ def test_without_one_vote_all_who_ask_step_aside(stores: list[dist.Store]) -> No
 
     def rank(store: dist.Store) -> str:
         vote(store, group, 3)
-        return decide(store, group, 0.05)
+        return decide(store, group, 0.05 + 0.02 * stores.index(store))
 
     begun = time.monotonic()
     assert in_threads([lambda store=store: rank(store) for store in stores[:2]]) == [ASIDE] * 2
@@ -145,7 +145,8 @@ def test_late_voters_and_early_deciders_agree_on_every_store(stores: list[dist.S
             if number != silent:
                 time.sleep(late[number])  # not to wait for anything: it is the lateness itself
                 vote(stores[number], group, 3)
-            return decide(stores[number], group, 0.01)
+            # Clients whose waits end in the same moment cost five seconds each in torch's TCPStore (2.13).
+            return decide(stores[number], group, (0.008, 0.012, 0.016)[number])
 
         answers = set(in_threads([lambda number=number: rank(number) for number in range(3)]))
         assert answers in ({ON}, {ASIDE}), answers
