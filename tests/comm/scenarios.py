@@ -370,6 +370,42 @@ def one_rank() -> tuple[list[Any], Any]:
     return result
 
 
+def donated() -> dict[str, Any]:
+    """A caller that gives its tensors away saves the copies of those that are contiguous."""
+    from vllm.distributed.parallel_state import _split_tensor_dict
+
+    from vllm_pp_plugin.comm.header import Header
+
+    sent = {"whole": torch.arange(40_000.0), "view": torch.arange(9.0).reshape(3, 3).t()}
+    with plugin_group() as group:
+        if group.rank_in_group == 0:
+            channel = group.device_communicator.pp_channel
+            make, copied = channel.backend.private_copy, []
+
+            def counted(tensor: torch.Tensor) -> torch.Tensor:
+                copied.append(tensor.shape)
+                return make(tensor)
+
+            channel.backend.private_copy = counted
+            header = Header.of(_split_tensor_dict(sent)[0])
+            group.device_communicator.pp_isend(header, list(sent.items()), 1, donate=True)
+            barrier()
+            return {"copied": [tuple(shape) for shape in copied]}
+        barrier()
+        return {"right": equal(group.recv_tensor_dict(), sent)}
+
+
+def composed_by_name() -> bool:
+    """The class that a platform may name is the one that the plugin composes."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    named = resolve_obj_by_qualname("vllm_pp_plugin.seams.communicator_classes.CpuPPCommunicator")
+    with plugin_group() as group:
+        same = type(group.device_communicator) is named
+        barrier()
+    return same
+
+
 def out_of_memory_leaves_no_half_message() -> bool:
     """A copy that fails is raised before the first byte leaves; the next message arrives."""
     with plugin_group() as group:

@@ -88,6 +88,18 @@ def test_group_of_one(main_pair: World) -> None:
     assert main_pair.run(f"{HERE}:one_rank") == [([], True), ([], True)]
 
 
+def test_donated_tensors_are_not_copied(main_pair: World) -> None:
+    """Only the view is, since the transport wants contiguous memory."""
+    sent, received = main_pair.run(f"{HERE}:donated")
+    assert sent == {"copied": [(3, 3)]}
+    assert received == {"right": True}
+
+
+def test_composed_class_has_a_name(main_pair: World) -> None:
+    """For platforms that name their communicator by a string."""
+    assert main_pair.run(f"{HERE}:composed_by_name") == [True, True]
+
+
 def test_failed_copy_sends_nothing(main_pair: World) -> None:
     """Out of memory in the second copy must not leave the peer with half a message."""
     assert main_pair.run(f"{HERE}:out_of_memory_leaves_no_half_message") == [True, True]

@@ -436,8 +436,9 @@ def test_abort_twice(three_ranks: GlooRanks) -> None:
 
 
 def test_abort_takes_no_message_from_the_peer(three_ranks: GlooRanks) -> None:
-    """What a peer has sent before stays unread; it is not mistaken for the answer to the abort."""
+    """What the peers have sent before stays unread; it is not mistaken for an answer to the abort."""
     three_ranks.isend(1, 0, 1)
+    three_ranks.isend(2, 0, 1)
     waiter = three_ranks.isend(0, 2)
     abort_gloo_group(three_ranks.groups[0], 0)
     waiter.join(PATIENCE_S)

@@ -441,6 +441,31 @@ def test_the_caller_waits_at_the_bound_of_bytes(make: Make) -> None:
     assert (ledger.stats().retained_bytes, ledger.stats().peak_retained_bytes) == (100, 100)
 
 
+def test_the_highest_mark_stays(make: Make) -> None:
+    ledger, works = make(), [FakeWork() for _ in range(3)]
+    post(ledger, works[0], nbytes=60)
+    post(ledger, works[1], nbytes=40)
+    works[0].finish()
+    works[1].finish()
+    ledger.drain()
+    post(ledger, works[2], nbytes=5)
+    stats = ledger.stats()
+    assert (stats.pending, stats.retained_bytes) == (1, 5)
+    assert (stats.peak_pending, stats.peak_retained_bytes) == (2, 100)
+
+
+def test_the_age_of_the_oldest_is_told(make: Make, clock: FakeClock) -> None:
+    ledger, first, second = make(), FakeWork(), FakeWork()
+    post(ledger, first)
+    clock.advance(5.0)
+    post(ledger, second)
+    clock.advance(2.0)
+    assert ledger.stats().oldest_s == 7.0
+    first.finish()
+    until(lambda: ledger.stats().pending == 1, "the first is over")
+    assert ledger.stats().oldest_s == 2.0
+
+
 def test_a_message_above_the_bound_goes_alone(make: Make) -> None:
     ledger = make(max_retained_bytes=100)
     small, large, after = FakeWork(), FakeWork(), FakeWork()

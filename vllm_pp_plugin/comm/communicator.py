@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -205,6 +206,10 @@ def _group_store(group: Any) -> Any:
     from torch.distributed.distributed_c10d import _get_process_group_store
 
     return _get_process_group_store(group)
+
+
+# A forked child has the channels' records but not their threads: nothing there is its own to close.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 @atexit.register
