@@ -30,7 +30,7 @@ COMMAND = str(Path(sys.executable).with_name("vllm-pp"))
 @pytest.mark.slow
 @pytest.mark.parametrize("vllm", [None, OLD], ids=[VERSIONS["main"], OLD])
 def test_bench_sends(vllm: str | None) -> None:
-    """All nine cases, nothing corrupted, pure JSON on standard output, and the old stock is blocked by the receiver."""
+    """All nine cases, nothing corrupted, pure JSON on standard output; a late receiver blocks stock."""
     path = str(ROOT / ".cache" / "vllm" / vllm) if vllm else ""
     done = subprocess.run(
         [COMMAND, "bench", "sends", "--json", "--repeats", "3"],

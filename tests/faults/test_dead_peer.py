@@ -67,7 +67,7 @@ def test_exit_with_sends_in_flight(own_pair: World) -> None:
     assert own_pair.processes[0].wait(30) == 0, own_pair.log(0)
     assert time.monotonic() - begun < 15
     assert "terminate called" not in own_pair.log(0)
-    assert "were ended" in own_pair.log(0)
+    assert "The group was aborted" in own_pair.log(0)
 
 
 def _exits(world: World) -> None:

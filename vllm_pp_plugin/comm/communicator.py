@@ -56,6 +56,7 @@ class AsyncSendMixin:
     _pp_channel: SendChannel | None = None
     _pp_platform_dicts: bool | None = None
     _pp_speaks_dicts: bool | None = None
+    _pp_voted: bool = False
 
     def open_pp_channel(self, backend: DeviceBackend, config: PluginConfig) -> None:
         """Make this communicator send asynchronously.
@@ -117,11 +118,16 @@ class AsyncSendMixin:
     def _choose_path(self) -> bool:
         platform = self._pp_platform_dicts
         if platform is None:
+            # Set on the object before it became one of ours, or on its class.
+            platform = self.__dict__.get("supports_tensor_dict")
+        if platform is None:
             platform = bool(getattr(super(), "supports_tensor_dict", False))
         if self._pp_channel is None:
             return platform
         store = _group_store(self.cpu_group)
-        agreement.vote(store, self.unique_name, self.world_size)
+        if not self._pp_voted:  # asked again after a change of mind, it still is one rank
+            self._pp_voted = True
+            agreement.vote(store, self.unique_name, self.world_size)
         if not platform:
             return False  # gloo is stock's path here too, whatever the others do
         if agreement.decide(store, self.unique_name, AGREEMENT_TIMEOUT_S) == agreement.ON:
@@ -166,7 +172,7 @@ class AsyncSendMixin:
         if self._pp_channel is not None:
             late = self._pp_channel.close(deadline_s)
             if late is not None:
-                logger.error("%s; they were ended", late)
+                logger.error("%s. The group was aborted", late)
         if self in _open:
             _open.remove(self)
 
@@ -216,4 +222,7 @@ os.register_at_fork(after_in_child=_open.clear)
 def _close_all() -> None:
     """Close every open channel at exit: a thread left in gloo would end the process by an abort."""
     for comm in list(_open):
-        comm.close_pp_channel()
+        try:
+            comm.close_pp_channel()
+        except Exception:  # the others must be closed too
+            logger.exception("group %s could not be closed", comm.unique_name)

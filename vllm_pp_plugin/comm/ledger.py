@@ -8,6 +8,7 @@ a work is anything with ``wait()`` and ``is_completed()``.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -27,6 +28,8 @@ from vllm_pp_plugin.errors import (
 )
 
 __all__ = ["LedgerStats", "PendingSend", "SendLedger", "Work"]
+
+logger = logging.getLogger("vllm.pp_plugin")
 
 # Device works are polled: often at first, since most are over at once, then less and less.
 _POLL_FIRST_S = 0.0002
@@ -53,8 +56,9 @@ class PendingSend:
         nbytes: Bytes that are retained for it.
         works: What the transport returned, with the rule by which each completes.
         retained: Everything the transport reads from; kept until all works are over.
-        posted_at: ``time.monotonic()`` when it was posted, in seconds.
+        posted_at: ``time.monotonic()`` when it was posted (or, while it is being posted, begun), in seconds.
         recycle: Called once all works are over, unless one failed; e.g. gives buffers back to a pool.
+        posted: Whether all of it was handed to the transport.
         done: Whether all works are over, well or not.
     """
 
@@ -65,12 +69,14 @@ class PendingSend:
     retained: list[Any] = dataclasses.field(default_factory=list)
     posted_at: float = 0.0
     recycle: Callable[[], None] | None = None
+    posted: bool = False
     done: bool = False
 
     def describe(self, now: float) -> str:
         """E.g. ``send to rank 3 (hidden_states, residual; 4194304 bytes), 12.0 s old``."""
-        names = ", ".join(self.keys) or "metadata only"
-        return f"send to rank {self.peer} ({names}; {self.nbytes} bytes), {now - self.posted_at:.1f} s old"
+        names = ", ".join(map(str, self.keys)) or "metadata only"
+        stage = "" if self.posted else ", still being posted"
+        return f"send to rank {self.peer} ({names}; {self.nbytes} bytes), {now - self.posted_at:.1f} s old{stage}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +108,8 @@ class SendLedger:
         self._abort = abort
         self._changed = threading.Condition()
         self._queue: deque[PendingSend] = deque()
-        self._reserved = 0
+        self._posting: deque[PendingSend] = deque()
+        self._line: deque[PendingSend] = deque()
         self._bytes = 0
         self._last_progress = time.monotonic()
         self._failure: SendError | None = None
@@ -132,54 +139,71 @@ class SendLedger:
         Raises:
             SendError: If an earlier send failed, or the ledger is closed.
         """
-        self._reserve(nbytes)
         send = PendingSend(peer, keys, nbytes)
+        self._reserve(send)
         try:
             yield send
         except BaseException as exc:
             if send.works:
-                self._fail(self._half_sent(send, exc), exc)
+                # The text and not the exception: its traceback holds every caller's frame, and their tensors.
+                self._fail(self._half_sent(send, exc), RuntimeError(f"{type(exc).__name__}: {exc}"))
             raise
         finally:
             with self._changed:
-                self._reserved -= 1
+                self._posting.remove(send)
                 if send.works:
-                    send.posted_at = time.monotonic()
+                    send.posted, send.posted_at = True, time.monotonic()
                     if not self._queue:
                         self._last_progress = send.posted_at
                     self._queue.append(send)
                     self._sends += 1
-                    self._start_threads()
                 else:
                     self._bytes -= nbytes
+                    send.done = True
+                    send.retained.clear()
                 self._changed.notify_all()
 
     def _half_sent(self, send: PendingSend, exc: BaseException) -> SendFailedError:
         return SendFailedError(
-            f"group {self.name}: a message to rank {send.peer} ({', '.join(send.keys)}) was sent in part: "
+            f"group {self.name}: a message to rank {send.peer} ({', '.join(map(str, send.keys))}) was sent in part: "
             f"{type(exc).__name__}: {exc}. The peer is out of step; restart the engine",
             peer=send.peer,
             keys=send.keys,
         )
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self, send: PendingSend) -> None:
         with self._changed:
             self._raise_if_unusable()
-            if self._is_full(nbytes):
-                self._pressure_waits += 1
-                since = time.monotonic()
-                # No time-out of its own: the watcher ends a send that makes no progress, and wakes us.
-                while self._is_full(nbytes):
-                    self._changed.wait()
-                    self._raise_if_unusable()
-                self._pressure_s += time.monotonic() - since
-            self._reserved += 1
-            self._bytes += nbytes
-            self._peak_pending = max(self._peak_pending, len(self._queue) + self._reserved)
+            if self._line or self._is_full(send.nbytes):
+                self._wait_for_room(send)
+            self._start_threads()  # before anything is posted: an error here must not lose a send
+            send.posted_at = time.monotonic()
+            self._posting.append(send)
+            self._bytes += send.nbytes
+            self._peak_pending = max(self._peak_pending, self._pending())
             self._peak_bytes = max(self._peak_bytes, self._bytes)
+            self._watcher.wake()
+
+    def _wait_for_room(self, send: PendingSend) -> None:
+        self._pressure_waits += 1
+        since = time.monotonic()
+        # In line, or a large message would starve behind small ones of other threads.
+        self._line.append(send)
+        try:
+            # No time-out of its own: the watcher ends a send that makes no progress, and wakes us.
+            while self._line[0] is not send or self._is_full(send.nbytes):
+                self._changed.wait()
+                self._raise_if_unusable()
+        finally:
+            self._line.remove(send)
+            self._pressure_s += time.monotonic() - since
+            self._changed.notify_all()
+
+    def _pending(self) -> int:
+        return len(self._queue) + len(self._posting)
 
     def _is_full(self, nbytes: int) -> bool:
-        pending = len(self._queue) + self._reserved
+        pending = self._pending()
         if pending == 0:
             return False
         too_many = pending >= self._config.max_pending_sends
@@ -187,7 +211,9 @@ class SendLedger:
 
     def _raise_if_unusable(self) -> None:
         if self._closed:
-            raise ChannelClosedError(f"group {self.name} was destroyed; nothing can be sent on it any more")
+            raise ChannelClosedError(f"group {self.name} was destroyed; nothing can be sent on it any more") from (
+                self._failure
+            )
         if self._failure is not None:
             failure = self._failure
             raise type(failure)(str(failure), peer=failure.peer, keys=failure.keys, age_s=failure.age_s) from failure
@@ -217,18 +243,22 @@ class SendLedger:
         """
         deadline_s = self._config.drain_deadline_s if deadline_s is None else deadline_s
         with self._changed:
-            if self._changed.wait_for(lambda: not self._queue and not self._reserved, deadline_s):
+            if self._changed.wait_for(lambda: not self._pending(), min(deadline_s, threading.TIMEOUT_MAX)):
                 return
-            count, now = len(self._queue), time.monotonic()
-            oldest = self._queue[0] if self._queue else None
-        what = oldest.describe(now) if oldest else "a send that is being posted"
+            count, now, oldest = self._pending(), time.monotonic(), self._oldest()
+        assert oldest is not None
         raise DrainTimeoutError(
-            f"group {self.name}: {count} sends still in flight after {deadline_s:g} s, the oldest: {what}. "
-            "Look at what that rank is doing; pp_plugin.drain_deadline_s is the time given",
-            peer=oldest.peer if oldest else None,
-            keys=oldest.keys if oldest else (),
-            age_s=now - oldest.posted_at if oldest else 0.0,
+            f"group {self.name}: {count} sends still in flight after {deadline_s:g} s, the oldest: "
+            f"{oldest.describe(now)}. Look at what that rank is doing; pp_plugin.drain_deadline_s is the time given",
+            peer=oldest.peer,
+            keys=oldest.keys,
+            age_s=now - oldest.posted_at,
         )
+
+    def _oldest(self) -> PendingSend | None:
+        """The send that is waited for: the head of the queue, or one whose posting does not come back."""
+        heads = [queue[0] for queue in (self._queue, self._posting) if queue]
+        return min(heads, key=lambda send: send.posted_at, default=None)
 
     def close(self, deadline_s: float | None = None) -> DrainTimeoutError | None:
         """Take no more sends, drain, and end both threads. Safe to call again.
@@ -247,8 +277,9 @@ class SendLedger:
             self.drain(deadline_s)
         except DrainTimeoutError as exc:
             late = exc
+            self._fail(exc)  # wakes who waits for one of them, and is the reason, not the abort that follows
             self._end_group()
-        self._watcher.stop()
+        self._watcher.stop(_ABORT_GRACE_S)
         drainer = self._drainer
         if drainer is not None:
             drainer.join(_ABORT_GRACE_S)
@@ -262,36 +293,36 @@ class SendLedger:
     def stats(self) -> LedgerStats:
         """A snapshot of the counters."""
         with self._changed:
-            oldest = time.monotonic() - self._queue[0].posted_at if self._queue else 0.0
+            oldest = self._oldest()
             return LedgerStats(
                 sends=self._sends,
-                pending=len(self._queue) + self._reserved,
+                pending=self._pending(),
                 retained_bytes=self._bytes,
                 peak_pending=self._peak_pending,
                 peak_retained_bytes=self._peak_bytes,
                 back_pressure_waits=self._pressure_waits,
                 back_pressure_s=self._pressure_s,
-                oldest_s=oldest,
+                oldest_s=time.monotonic() - oldest.posted_at if oldest else 0.0,
             )
 
     # -- draining (its own thread) ---------------------------------------------------------------------
 
     def _start_threads(self) -> None:
         if self._drainer is None:
-            self._drainer = threading.Thread(target=self._drain_loop, name=f"pp-send-drain[{self.name}]", daemon=True)
-            self._drainer.start()
             self._watcher.start()
-        self._watcher.wake()
+            drainer = threading.Thread(target=self._drain_loop, name=f"pp-send-drain[{self.name}]", daemon=True)
+            drainer.start()
+            self._drainer = drainer
 
     def _drain_loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or (self._closed and not self._reserved))
+                self._changed.wait_for(lambda: self._queue or (self._closed and not self._posting))
                 if not self._queue:
                     return
                 send = self._queue[0]
             if self._complete(send) and send.recycle is not None:
-                send.recycle()
+                self._recycle(send.recycle)
             with self._changed:
                 self._queue.popleft()
                 self._bytes -= send.nbytes
@@ -307,20 +338,36 @@ class SendLedger:
         """Wait for every work of a message, each exactly once; whether all went well."""
         well = True
         for rule, work in send.works:
-            try:
-                if rule is Completion.POLL:
-                    self._poll(work)
-                work.wait()
-            except Exception as exc:  # noqa: BLE001 - transports raise what they like; kept and raised to the caller
-                self._on_error(send, exc)
-                well = False
+            # Each step for itself: a work that cannot be asked must be waited for nevertheless.
+            for step in (self._poll, self._wait) if rule is Completion.POLL else (self._wait,):
+                try:
+                    step(work)
+                except Exception as exc:  # noqa: BLE001 - transports raise what they like; kept, raised to the caller
+                    # Without its traceback, whose frames hold the work and so the tensors.
+                    self._on_error(send, exc.with_traceback(None))
+                    well = False
+            with self._changed:
+                self._last_progress = time.monotonic()
         return well
 
-    def _poll(self, work: Work) -> None:
+    @staticmethod
+    def _poll(work: Work) -> None:
         pause = _POLL_FIRST_S
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, _POLL_MOST_S)
+
+    @staticmethod
+    def _wait(work: Work) -> None:
+        if work.wait() is False:
+            raise RuntimeError("the transport says that it did not complete")
+
+    @staticmethod
+    def _recycle(recycle: Callable[[], None]) -> None:
+        try:
+            recycle()
+        except Exception:  # a pool's fault must not end the draining; the buffers are just dropped
+            logger.exception("private copies could not be recycled")
 
     def _on_error(self, send: PendingSend, exc: Exception) -> None:
         now = time.monotonic()
@@ -346,17 +393,24 @@ class SendLedger:
     # -- the clock (the watcher's thread) --------------------------------------------------------------
 
     def _stuck_send(self) -> Stuck | None:
-        """The oldest send, with the time since it was posted or since anything moved, whichever is shorter."""
+        """The oldest send; stuck since it was posted or since anything moved, whichever is later."""
         with self._changed:
-            if not self._queue:
+            oldest, now = self._oldest(), time.monotonic()
+            if oldest is None:
                 return None
-            now, oldest = time.monotonic(), self._queue[0]
             return Stuck(
-                oldest, oldest.describe(now), now - max(oldest.posted_at, self._last_progress), len(self._queue)
+                send=oldest,
+                what=oldest.describe(now),
+                age_s=now - oldest.posted_at,
+                stuck_s=now - max(oldest.posted_at, self._last_progress),
+                pending=self._pending(),
             )
 
-    def _on_deadline(self, stuck: Stuck) -> None:
+    def _on_deadline(self, stuck: Stuck) -> bool:
         send: PendingSend = stuck.send
+        with self._changed:
+            if self._oldest() is not send:
+                return False  # taken in this very moment
         self._fail(
             SendDeadlineError(
                 f"group {self.name}: {stuck.what}, was not taken and nothing moved for {stuck.stuck_s:.1f} s "
@@ -364,14 +418,18 @@ class SendLedger:
                 "gone; the group is closed. Look at that rank's log and restart the engine",
                 peer=send.peer,
                 keys=send.keys,
-                age_s=stuck.stuck_s,
+                age_s=stuck.age_s,
             )
         )
         self._end_group()
+        return True
 
     def _end_group(self) -> None:
         with self._changed:
             if self._aborted:
                 return
             self._aborted = True
-        self._abort()
+        try:
+            self._abort()
+        except Exception:  # the reason is in the failure; what cannot be aborted must not hide it
+            logger.exception("group %s could not be aborted", self.name)

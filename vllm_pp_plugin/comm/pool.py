@@ -58,9 +58,12 @@ class BufferPool:
 
     def _take(self, size: int) -> torch.UntypedStorage:
         with self._lock:
-            if blocks := self._free.get(size):
+            if blocks := self._free.pop(size, None):
                 self._free_bytes -= size
-                return blocks.pop()
+                block = blocks.pop()
+                if blocks:
+                    self._free[size] = blocks  # last: used most recently
+                return block
         return torch.UntypedStorage(size)
 
     def give_back(self, copies: Iterable[torch.Tensor]) -> None:
@@ -70,7 +73,18 @@ class BufferPool:
             size = storage.nbytes()
             if size < _SMALLEST:
                 continue
+            if size > self._max_bytes:
+                continue
             with self._lock:
-                if self._free_bytes + size <= self._max_bytes:
-                    self._free.setdefault(size, []).append(storage)
-                    self._free_bytes += size
+                self._free[size] = [*self._free.pop(size, []), storage]
+                self._free_bytes += size
+                while self._free_bytes > self._max_bytes:
+                    self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Give up a block of the size that has not been used for longest."""
+        size = next(iter(self._free))
+        self._free[size].pop()
+        if not self._free[size]:
+            del self._free[size]
+        self._free_bytes -= size

@@ -25,12 +25,14 @@ class Stuck:
     Attributes:
         send: The ledger's record of it.
         what: Peer, names, bytes and age, as text.
+        age_s: Seconds since it was posted.
         stuck_s: Seconds without any progress of the group.
         pending: Number of sends in flight.
     """
 
     send: Any
     what: str
+    age_s: float
     stuck_s: float
     pending: int
 
@@ -43,7 +45,7 @@ class Watcher:
         warn_s: Age in seconds at which a send is logged, once, and at most one a ``warn_s``.
         deadline_s: Seconds without progress after which ``on_deadline`` is called, once.
         oldest: Returns the oldest send, or None.
-        on_deadline: Ends the group.
+        on_deadline: Ends the group; False if the send was taken in that very moment.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Watcher:
         warn_s: float,
         deadline_s: float,
         oldest: Callable[[], Stuck | None],
-        on_deadline: Callable[[Stuck], None],
+        on_deadline: Callable[[Stuck], bool],
     ) -> None:
         self._name = name
         self._warn_s = warn_s
@@ -65,21 +67,24 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name=f"pp-send-watch[{self._name}]", daemon=True)
-        self._thread.start()
+        """Start the thread, if it is not there yet."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name=f"pp-send-watch[{self._name}]", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def wake(self) -> None:
         """There is something to watch. Costs nothing while the thread is watching already."""
         if not self._busy.is_set():
             self._busy.set()
 
-    def stop(self) -> None:
-        """End the thread, from whatever thread."""
+    def stop(self, patience_s: float = 5.0) -> None:
+        """End the thread, from whatever thread; one that hangs in an abort is left after ``patience_s``."""
         self._stopped.set()
         self._busy.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(patience_s)
 
     def _run(self) -> None:
         warned: Any = None
@@ -90,11 +95,10 @@ class Watcher:
                 return
             while (stuck := self._oldest()) is not None:
                 now = time.monotonic()
-                if stuck.stuck_s >= self._deadline_s:
-                    self._on_deadline(stuck)
+                if stuck.stuck_s >= self._deadline_s and self._on_deadline(stuck):
                     return
                 due = stuck.send is not warned and now - warned_at >= self._warn_s
-                if stuck.stuck_s >= self._warn_s and due:
+                if stuck.age_s >= self._warn_s and due:
                     warned, warned_at = stuck.send, now
                     logger.warning(
                         "group %s: %s, is not taken yet; %d sends in flight, nothing moved for %.1f s",
@@ -106,5 +110,6 @@ class Watcher:
                 if self._stopped.wait(self._tick_s):
                     return
             self._busy.clear()
-            if self._oldest() is not None:  # posted between the last look and the clearing
+            # Posted, or stopped, between the last look and the clearing.
+            if self._stopped.is_set() or self._oldest() is not None:
                 self._busy.set()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Completion", "DeviceBackend", "abort_gloo_group"]
 
-# A tag that no vLLM message uses, so that the receive below can never take a real message.
-_POISON_TAG = 0x7070
+logger = logging.getLogger("vllm.pp_plugin")
+
+# A tag that no vLLM message uses, so that the receive below can never take a real message. Where a host has several
+# network interfaces, gloo chooses one by tag % count: vLLM's tag is 0, and this one is divisible by 1 to 16.
+_POISON_TAG = 720720
 _POISON_TIMEOUT = timedelta(milliseconds=20)
 
 
@@ -43,13 +48,24 @@ def abort_gloo_group(group: ProcessGroup, group_rank: int) -> None:
     """
     import torch
 
-    others = [r for r in range(group.size()) if r != group_rank]
-    if not others:
-        return
+    # All of them: the receive from one whose connection is closed already fails at once and closes nothing.
+    for other in range(group.size()):
+        if other == group_rank:
+            continue
+        try:
+            group.recv([torch.empty(1)], other, _POISON_TAG).wait(_POISON_TIMEOUT)
+        except RuntimeError:
+            continue  # the time-out that closes the connections, or they are closed already
+
+
+def _transport(group: ProcessGroup, device_type: str) -> str | None:
+    """Name of the backend that serves a device in a group, or None."""
+    import torch
+
     try:
-        group.recv([torch.empty(1)], others[0], _POISON_TAG).wait(_POISON_TIMEOUT)
+        return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
-        pass  # this is the time-out that closes the connections (or they are closed already)
+        return None
 
 
 class DeviceBackend:
@@ -102,14 +118,29 @@ class DeviceBackend:
             abort()
 
     def abort(self, groups: Sequence[ProcessGroup], group_rank: int) -> None:
-        """End what is pending on ``groups`` (the cpu group and, where it differs, the device group)."""
-        import torch.distributed as dist
+        """End what is pending on ``groups`` (the cpu group and, where it differs, the device group).
 
+        A group that cannot be ended is logged and does not save the others.
+        """
         for group in groups:
-            if dist.get_backend(group) == "gloo":
-                abort_gloo_group(group, group_rank)
-            else:
-                self.abort_device_group(group)
+            for end in self._ends(group, group_rank):
+                try:
+                    end()
+                except Exception:  # whatever a transport raises when it is already broken
+                    logger.exception("a group could not be aborted")
+
+    def _ends(self, group: ProcessGroup, group_rank: int) -> list[Callable[[], None]]:
+        """How to end a group: it may hold gloo, the device's transport, or both.
+
+        The group itself is asked, since torch.distributed names mixed groups "cpu:gloo,cuda:nccl" and forgets groups
+        that were destroyed.
+        """
+        ends: list[Callable[[], None]] = []
+        if _transport(group, "cpu") == "gloo":
+            ends.append(functools.partial(abort_gloo_group, group, group_rank))
+        if _transport(group, self.name) not in (None, "gloo"):
+            ends.append(functools.partial(self.abort_device_group, group))
+        return ends
 
     def available(self) -> bool:
         """Whether such a device is present in this process. Must not initialise it."""
