@@ -34,7 +34,15 @@ def _free_port() -> int:
 def _command(port: int, settings: dict[str, Any]) -> list[str]:
     return [
         *(VLLM, "serve", str(toy_model()), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"),
-        *("--pipeline-parallel-size", "2", "--enforce-eager", "--max-num-batched-tokens", "128"),
+        *(
+            "--pipeline-parallel-size",
+            "2",
+            "--enforce-eager",
+            "--max-num-batched-tokens",
+            "128",
+            "--dtype",
+            "float32",
+        ),
         *("--additional-config", json.dumps({"pp_plugin": settings})),
     ]
 

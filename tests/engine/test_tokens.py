@@ -20,8 +20,10 @@ REQUESTS = [
     {"prompts": FIRST, "max_tokens": 24},
     {"prompts": [*FIRST, *prompts(3, 100, 400, seed=2)], "max_tokens": 24},
 ]
-TOLERANCE = 2e-5
-"""fp32 noise between one rank and two: 5e-7 in eager mode; compiled kernels sum in another order."""
+SAME_KERNELS = 5e-6
+"""fp32 noise in logprobs between one rank and two, both eager: 5e-7 seen."""
+OTHER_KERNELS = 5e-5
+"""The same where compiled kernels or TP's all-reduce sum in another order: 1.1e-5 seen, stock vLLM too."""
 
 ON = {"async_sends": True, "cpu_eager_pp": True}
 OFF = {"async_sends": False, "cpu_eager_pp": False}
@@ -55,14 +57,14 @@ def installed(worker: dict[str, Any]) -> set[str]:
     return {row["target"].split(":")[1] for row in worker["seams"] if row["state"] == "installed"}
 
 
-def check_answers(result: dict[str, Any], expected: dict[str, Any]) -> None:
+def check_answers(result: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
     """Same tokens, logprobs within fp32 noise, and the second round really used the prefix cache."""
     compared = 0
     for answers, wanted in zip(result["answers"], expected["answers"], strict=True):
         for answer, want in zip(answers, wanted, strict=True):
             assert answer["tokens"] == want["tokens"]
             worst = max(abs(a - b) for a, b in zip(answer["logprobs"], want["logprobs"], strict=True))
-            assert worst <= TOLERANCE
+            assert worst <= tolerance
             compared += len(want["tokens"])
     assert compared == 24 * (9 + 12)
     assert sum(answer["cached"] for answer in result["answers"][1]) > 1000
@@ -94,7 +96,7 @@ def test_eager(vllm: str | None, oracle: Callable[[str | None], dict[str, Any]])
         plugin=ON,
         VLLM_WORKER_MULTIPROCESSING_METHOD="spawn",
     )
-    check_answers(result, oracle(vllm))
+    check_answers(result, oracle(vllm), SAME_KERNELS)
     check_on(result, SEND_SEAMS | {REPAIR})
 
 
@@ -102,7 +104,7 @@ def test_eager(vllm: str | None, oracle: Callable[[str | None], dict[str, Any]])
 def test_compiled(vllm: str | None, oracle: Callable[[str | None], dict[str, Any]]) -> None:
     """Compiled, with the settings of a user who says nothing."""
     result = run_engine({**ENGINE, "pipeline_parallel_size": 2}, REQUESTS, vllm=vllm, timeout=500)
-    check_answers(result, oracle(vllm))
+    check_answers(result, oracle(vllm), OTHER_KERNELS)
     check_on(result, SEND_SEAMS)
 
 
@@ -110,7 +112,7 @@ def test_compiled(vllm: str | None, oracle: Callable[[str | None], dict[str, Any
 def test_everything_off(vllm: str | None, oracle: Callable[[str | None], dict[str, Any]]) -> None:
     """Installed but off is stock: no seam and no door is left in the workers, and the tokens are right."""
     result = run_engine({**ENGINE, "pipeline_parallel_size": 2}, REQUESTS, vllm=vllm, plugin=OFF, timeout=500)
-    check_answers(result, oracle(vllm))
+    check_answers(result, oracle(vllm), OTHER_KERNELS)
     for worker in result["workers"]:
         assert {row["state"] for row in worker["seams"]} == {"not installed"}
         assert {row["state"] for row in worker["features"]} == {"off"}
@@ -134,7 +136,7 @@ def test_tensor_and_pipeline_parallel(oracle: Callable[[str | None], dict[str, A
         timeout=500,
         VLLM_WORKER_MULTIPROCESSING_METHOD="fork",
     )
-    check_answers(result, oracle(None))
+    check_answers(result, oracle(None), OTHER_KERNELS)
     assert len(result["workers"]) == 4
     assert all(installed(worker) == SEND_SEAMS | {REPAIR} for worker in result["workers"])
     assert [len(worker["channels"]) for worker in result["workers"]] == [1, 1, 1, 1]

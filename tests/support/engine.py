@@ -70,7 +70,14 @@ def run_engine(
         What :mod:`tests.support.engine_main` wrote, plus ``"log"``.
     """
     ranks = llm.get("pipeline_parallel_size", 1) * llm.get("tensor_parallel_size", 1)
-    arguments = {"model": str(toy_model()), "max_model_len": 2048, "disable_log_stats": True, **llm}
+    arguments = {
+        "model": str(toy_model()),
+        # vLLM's "auto" would run this fp32 checkpoint in bf16, where compiled or TP kernels differ by 0.1 in logprobs.
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "disable_log_stats": True,
+        **llm,
+    }
     if plugin is not None:
         arguments["additional_config"] = {"pp_plugin": plugin}
     with tempfile.TemporaryDirectory(prefix="pp-engine-") as folder:

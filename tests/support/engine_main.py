@@ -56,6 +56,7 @@ def main(order_path: str, result_path: str) -> None:
         begun = time.monotonic()
         result["answers"].append(ask(llm, request))
         result.setdefault("seconds", []).append(time.monotonic() - begun)
+        print(f"asked {len(request['prompts'])} prompts", flush=True)
     result["workers"] = llm.collective_rpc(worker_report)
     Path(result_path).write_text(json.dumps(result))
 
