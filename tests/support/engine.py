@@ -72,7 +72,7 @@ def run_engine(
     ranks = llm.get("pipeline_parallel_size", 1) * llm.get("tensor_parallel_size", 1)
     arguments = {
         "model": str(toy_model()),
-        # vLLM's "auto" would run this fp32 checkpoint in bf16, where compiled or TP kernels differ by 0.1 in logprobs.
+        # vLLM's "auto" would run it in bf16, where compiled or TP kernels differ by 0.1 in logprobs.
         "dtype": "float32",
         "max_model_len": 2048,
         "disable_log_stats": True,
