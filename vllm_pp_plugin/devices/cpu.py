@@ -24,7 +24,7 @@ class CpuBackend(DeviceBackend):
     communicator_name = "Cpu"
 
     def __init__(self) -> None:
-        from vllm_pp_plugin.comm.pool import BufferPool
+        from vllm_pp_plugin.devices.pool import BufferPool
 
         self._pool = BufferPool(_POOL_BYTES)
 
