@@ -220,6 +220,23 @@ def sync_send() -> tuple[int, int, bool]:
         return 0, 0, True
 
 
+def stock_sync_send_on_another_group() -> int:
+    """With the plugin installed, a group that is not the pipeline's sends as stock; entries that stock keeps."""
+    arm()
+    group = make_coordinator("other")
+    assert type(group.device_communicator).__name__ == "CpuCommunicator"
+    if dist.get_rank() == 0:
+        group.send_tensor_dict({"x": torch.ones(3)})
+        kept = len(getattr(group, "_pending_isends", ()))
+    else:
+        assert equal(group.recv_tensor_dict(), {"x": torch.ones(3)})
+        kept = 0
+    barrier()
+    group.destroy()
+    plugin.disarm()
+    return kept
+
+
 def both_send_first(nbytes: int, rounds: int) -> float:
     """Each rank sends, then receives; seconds for all rounds."""
     with plugin_group({"max_retained_bytes": 1 << 30}) as group:

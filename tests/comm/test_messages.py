@@ -49,6 +49,11 @@ def test_sync_send_leaves_nothing(pair: World) -> None:
     assert (pending, retained, waited) == (0, 0, True)
 
 
+def test_other_groups_stay_stock(pair: World) -> None:
+    """Stock's sync send drops its own pending entry by identity; a wrapper that copied the list would leak it."""
+    assert pair.run(f"{HERE}:stock_sync_send_on_another_group") == [0, 0]
+
+
 def test_both_send_before_they_receive(pair: World) -> None:
     """On vLLM 0.28 two such ranks wait for each other for ever; messages here exceed every buffer on the way."""
     seconds = pair.run(f"{HERE}:both_send_first", timeout=60, nbytes=16 << 20, rounds=4)

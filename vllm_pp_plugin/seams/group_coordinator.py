@@ -77,7 +77,9 @@ def isend_tensor_dict() -> Seam:
         ) -> list[Any]:
             communicator = getattr(self, "device_communicator", None)
             if self.world_size <= 1 or not sends(communicator):
-                return list(original(self, tensor_dict, dst, all_gather_group, all_gather_tensors))
+                # As it is: stock's send_tensor_dict looks for this very list among its pending sends.
+                handles: list[Any] = original(self, tensor_dict, dst, all_gather_group, all_gather_tensors)
+                return handles
             parts = _parts(self, tensor_dict, all_gather_group, all_gather_tensors)
             return list(communicator.pp_isend(_headers.of(tensor_dict), parts, _destination(self, dst)))
 
