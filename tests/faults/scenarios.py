@@ -66,3 +66,15 @@ def send_until_error() -> dict[str, Any]:
 def exit_now() -> None:
     """End the process the ordinary way, without destroying anything."""
     sys.exit(0)
+
+
+def send_on_a_broken_connection() -> dict[str, Any]:
+    """Break every connection of the group from this side, then send: the posting itself fails."""
+    from vllm_pp_plugin.devices import abort_gloo_group
+
+    abort_gloo_group(_group.cpu_group, _group.rank_in_group)
+    try:
+        _send()
+    except SendError as exc:
+        return {"error": type(exc).__name__, "peer": exc.peer, "keys": exc.keys, "text": str(exc)}
+    raise AssertionError("the send went through")

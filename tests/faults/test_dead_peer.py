@@ -75,3 +75,15 @@ def _exits(world: World) -> None:
     world.start(f"{HERE}:exit_now", ranks=[0])
     assert world.processes[0].wait(30) == 0, world.log(0)
     assert "terminate called" not in world.log(0)
+
+
+@pytest.mark.slow
+def test_connection_that_is_broken_already(own_pair: World) -> None:
+    """The error comes from the posting, before any thread could notice; it names the rank all the same."""
+    own_pair.run(f"{HERE}:build_group")
+    said = own_pair.run(f"{HERE}:send_on_a_broken_connection", ranks=[0])[0]
+    assert said["error"] == "SendFailedError"
+    assert said["peer"] == 1
+    assert said["keys"] == ("hidden_states", "residual")
+    assert "cannot send to rank 1" in said["text"]
+    _exits(own_pair)

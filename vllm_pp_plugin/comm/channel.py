@@ -19,7 +19,7 @@ from vllm_pp_plugin.comm.header import Header
 from vllm_pp_plugin.comm.ledger import LedgerStats, PendingSend, SendLedger
 from vllm_pp_plugin.config import PluginConfig
 from vllm_pp_plugin.devices.base import Completion, DeviceBackend
-from vllm_pp_plugin.errors import DrainTimeoutError
+from vllm_pp_plugin.errors import DrainTimeoutError, SendFailedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,7 +137,16 @@ class SendChannel:
     def _put(self, send: PendingSend, tensor: torch.Tensor, peer: int, rule: Completion) -> None:
         send.retained.append(tensor)
         group = self._cpu_group if tensor.is_cpu else self._device_group
-        work = dist.isend(tensor, dst=peer, group=group)
+        try:
+            work = dist.isend(tensor, dst=peer, group=group)
+        except RuntimeError as exc:
+            # A connection that broke since the last look of the drain; torch names an address, we name the rank.
+            raise SendFailedError(
+                f"group {self.name}: cannot send to rank {peer} ({', '.join(map(str, send.keys))}): {exc}. "
+                f"Rank {peer} has most likely ended: look at its log",
+                peer=peer,
+                keys=send.keys,
+            ) from exc
         if work is not None:
             send.works.append((rule, work))
 
