@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -169,16 +169,6 @@ def opened() -> Open:
         return comm
 
     return make
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """What the package logs, whether or not vLLM has set its loggers up in this process."""
-    logger = logging.getLogger("vllm.pp_plugin")
-    monkeypatch.setattr(logger, "propagate", False)
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 # -- composing ---------------------------------------------------------------------------------------------

@@ -106,16 +106,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             del sys.modules[name]
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """What the package logs, whether or not vLLM has set its loggers up in this process."""
-    logger = logging.getLogger("vllm.pp_plugin")
-    monkeypatch.setattr(logger, "propagate", False)
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
 @pytest.mark.parametrize(("device", "prefix"), [("cpu", "Cpu"), ("cuda", "Cuda"), ("npu", "Npu"), ("xpu", "Xpu")])
 def test_the_built_in_backends_answer_for_their_device(install: Installer, device: str, prefix: str) -> None:
     backend = install().device_backend(device)

@@ -217,16 +217,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """What the package logs, whether or not vLLM has set its loggers up in this process."""
-    logger = logging.getLogger("vllm.pp_plugin")
-    monkeypatch.setattr(logger, "propagate", False)
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
 # -- order and completion ----------------------------------------------------------------------------------
 
 
