@@ -57,7 +57,7 @@ def main() -> int:
         f"largest difference of a logprob {worst:.1e}; {time.monotonic() - begun:.0f} s"
     )
     on = all(f["state"] == "on" for worker in two["workers"] for f in worker["features"])
-    if wrong or not on:
+    if wrong or not on or two["returncode"]:
         CONSOLE.print("[bold red]this is wrong; the engine's log ends:[/bold red]")
         CONSOLE.print(two["log"][-4000:], markup=False)
         return 1

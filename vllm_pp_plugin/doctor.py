@@ -84,6 +84,10 @@ def _diagnose(settings: str | None, pipeline_parallel_size: int, eager: bool) ->
                     problems.append(str(exc))
     state = plugin.report()
     result["features"], result["seams"] = state["features"], state["seams"]
+    if device == "cpu":
+        stock = result["device"]["stock_path"]
+        on = any(f["name"] == "async_sends" and f["state"] == plugin.ON for f in state["features"])
+        result["device"]["path"] = f"gloo, where every rank has async_sends on; else {stock}" if on else stock
     problems += [text for text in state["problems"] if text not in problems]
     problems += _not_installed() + _missing_distribution(result["vllm"])
     result["vendor_plugins"], failures = _vendor_plugins()
@@ -135,7 +139,6 @@ def _device(device_type: str, problems: list[str]) -> dict[str, Any]:
     if device_type == "cpu":
         shared = _ask("the stock path", facts.has_shared_memory_path, problems)
         described["stock_path"] = "shared memory" if shared else "gloo"
-        described["path"] = "gloo, where all ranks have the plugin; else the stock path"
     return described
 
 

@@ -31,6 +31,8 @@ OFF = "off"
 NOT_NEEDED = "not needed"
 UNAVAILABLE = "unavailable"
 
+_SAID_ENV = "_PP_PLUGIN_SAID"
+
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
@@ -65,13 +67,16 @@ def _one_rank(situation: Situation) -> str | None:
 def _async_sends_seams(situation: Situation) -> list[Seam]:
     from vllm_pp_plugin.seams import communicator_init, group_coordinator, worker_sleep
 
-    return [
+    seams = [
         communicator_init.communicator_init(lambda: _state.config),
         group_coordinator.isend_tensor_dict(),
         group_coordinator.send_tensor_dict(),
         group_coordinator.destroy(),
-        worker_sleep.worker_sleep(situation.worker_class),
     ]
+    worker = situation.worker_class
+    if worker is None or hasattr(worker, "sleep"):  # a worker that cannot sleep has nothing to fence
+        seams.append(worker_sleep.worker_sleep(worker))
+    return seams
 
 
 def _cpu_eager_pp_seams(situation: Situation) -> list[Seam]:
@@ -108,7 +113,7 @@ class _State:
             f.name: FeatureState(f.name, OFF, "no engine has started in this process") for f in FEATURES
         }
         self.problems: list[str] = []
-        self.last_line = ""
+        self.front_end_pid = 0
 
 
 _state = _State()
@@ -168,6 +173,7 @@ def _engine_configured(vllm_config: Any) -> None:
 
     config = config_module.load(vllm_config.additional_config)
     situation = Situation.of(vllm_config)
+    _state.front_end_pid = os.getpid()
     states = plan(config, situation)
     for door in _state.doors:
         _open(door)  # in case the worker will live in this process
@@ -180,9 +186,10 @@ def _worker_starts(vllm_config: Any, worker_class: type) -> None:
 
     config = config_module.load(vllm_config.additional_config)
     states = settle(config, Situation.of(vllm_config, worker_class))
-    in_child = multiprocessing.parent_process() is not None
-    if in_child and all(state.state != ON for state in states):
-        # One worker lives in such a process, and nothing is on in it: leave no trace.
+    # A process that has configured an engine itself may start another one.
+    only_a_worker = multiprocessing.parent_process() is not None and _state.front_end_pid != os.getpid()
+    if only_a_worker and all(state.state != ON for state in states):
+        # Nothing is on in it, and nothing else will be started in it: leave no trace.
         for door in _state.doors:
             _take_out(door)
 
@@ -204,9 +211,10 @@ def _log_line(states: list[FeatureState], situation: Situation) -> None:
     on = ", ".join(s.name for s in states if s.state == ON) or "nothing"
     rest = "".join(f"; {s.name} {s.state}: {s.reason}" for s in states if s.state != ON)
     line = f"vllm-pp-plugin {__version__} on vLLM {version}, {situation.device}: {on} on{rest}"
-    if line == _state.last_line:
+    # Children inherit it: with data parallelism, every API server makes the same configuration again.
+    if os.environ.get(_SAID_ENV) == line:
         return
-    _state.last_line = line
+    os.environ[_SAID_ENV] = line
     logger.info("%s", line)
     note = version_note(version)
     if note is not None:
@@ -241,9 +249,10 @@ def _decide(config: PluginConfig, situation: Situation, act: Callable[[list[Seam
     for feature in FEATURES:
         switch: Switch = getattr(config, feature.name)
         state = _wanted(feature, switch, situation)
+        seams = _seams_of(feature, situation)  # of every feature, so that a report names what is not installed too
         if state.state == ON:
             try:
-                act(_seams_of(feature, situation))
+                act(seams)
             except SeamError as exc:
                 state = FeatureState(feature.name, UNAVAILABLE, str(exc))
                 if switch is True and refused is None:
@@ -322,13 +331,20 @@ def _install(seams: list[Seam]) -> None:
         raise
 
 
+def _reason(seam: Seam) -> str:
+    state = _state.features[seam.info.feature]
+    if state.state == ON and not seam.installed():
+        return "not this engine's class"
+    return state.reason
+
+
 def report() -> dict[str, Any]:
     """The state of this process, read from vLLM's classes as they are now; JSON values only."""
     seams = [
         {
             **dataclasses.asdict(seam.info),
             "state": "installed" if seam.installed() else "not installed",
-            "reason": _state.features[seam.info.feature].reason,
+            "reason": _reason(seam),
         }
         for seam in _state.seams.values()
     ]

@@ -23,7 +23,7 @@ def test_random_messages(pair: World, kind: str) -> None:
 def test_handles_need_no_receiver(pair: World) -> None:
     """gloo's own wait() would block until the peer comes, and for ever the second time."""
     (longest, pending), _ = pair.run(f"{HERE}:handles_need_no_receiver")
-    assert longest < 0.05
+    assert longest < 1.0, "a wait for the receiver would have ended the scenario, by its time-out"
     assert pending == 1, "the message must still have been in flight while its handles were waited for"
 
 

@@ -37,4 +37,5 @@ def test_doctor_names_the_path(main_pair: World) -> None:
     said = main_pair.run(f"{HERE}:doctor_on_shared_memory_host")[0]
     assert said["gloo"]["stock_path"] == "gloo"
     assert said["shm"]["stock_path"] == "shared memory"
-    assert "gloo" in said["shm"]["path"]
+    assert said["shm"]["path"] == "gloo, where every rank has async_sends on; else shared memory"
+    assert said["off"]["path"] == "gloo"

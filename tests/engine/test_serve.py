@@ -61,8 +61,9 @@ def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) 
 
 def _workers(group: int) -> list[int]:
     """Processes of a process group that are still there."""
-    listed = subprocess.run(["pgrep", "-g", str(group)], capture_output=True, text=True, check=False)
-    return [int(pid) for pid in listed.stdout.split()]
+    listed = subprocess.run(["ps", "-eo", "pid=,pgid=,stat="], capture_output=True, text=True, check=True)
+    rows = (line.split() for line in listed.stdout.splitlines())
+    return [int(pid) for pid, pgid, stat in rows if int(pgid) == group and not stat.startswith("Z")]
 
 
 def test_serve(tmp_path: Path) -> None:
@@ -107,6 +108,9 @@ def test_serve(tmp_path: Path) -> None:
         assert len(lines) == 1
         assert "async_sends, cpu_eager_pp on" in lines[0]
         assert "terminate called" not in text
+        end = time.monotonic() + 15
+        while _workers(process.pid) and time.monotonic() < end:
+            time.sleep(0.2)  # multiprocessing's resource tracker ends a little after its parent
         assert _workers(process.pid) == []
     finally:
         for pid in _workers(process.pid):

@@ -75,6 +75,7 @@ def check_on(result: dict[str, Any], seams: set[str]) -> None:
     assert result["returncode"] == 0
     first, last = result["workers"]
     assert installed(first) == installed(last) == seams
+    assert any("vllm_pp_plugin" in path for path in first["files"])
     assert first["problems"] == last["problems"] == []
     (channel,) = first["channels"]
     assert channel["name"] == "pp:0"
@@ -114,7 +115,11 @@ def test_everything_off(vllm: str | None, oracle: Callable[[str | None], dict[st
     result = run_engine({**ENGINE, "pipeline_parallel_size": 2}, REQUESTS, vllm=vllm, plugin=OFF, timeout=500)
     check_answers(result, oracle(vllm), OTHER_KERNELS)
     for worker in result["workers"]:
+        names = {row["target"].split(":")[1] for row in worker["seams"]}
+        assert names >= SEND_SEAMS | {REPAIR, "EngineArgs.create_engine_config", "WorkerBase.__init__"}
         assert {row["state"] for row in worker["seams"]} == {"not installed"}
+        # Not our own bookkeeping: where the code of the methods is.
+        assert all("vllm_pp_plugin" not in path for path in worker["files"]), worker["files"]
         assert {row["state"] for row in worker["features"]} == {"off"}
         assert worker["channels"] == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,12 @@ def toy_model(**recipe: Any) -> Path:
         "import json, sys, pathlib; from vllm_pp_plugin.bench.toy_model import build; "
         "build(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))"
     )
-    subprocess.run([sys.executable, "-c", code, str(MODELS / name), json.dumps(recipe)], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-c", code, str(MODELS / name), json.dumps(recipe)],
+        check=True,
+        cwd=ROOT,
+        capture_output=True,
+    )
     return MODELS / name
 
 
@@ -84,15 +90,24 @@ def run_engine(
         order, result, log = (Path(folder) / name for name in ("order.json", "result.json", "log"))
         order.write_text(json.dumps({"llm": arguments, "requests": requests}))
         with log.open("w") as out:
-            process = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, "-m", main, str(order), str(result)],
                 cwd=ROOT,
                 env=environment(ranks, vllm, **extra),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                timeout=timeout,
+                start_new_session=True,
             )
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                # The workers too, or they would slow every later test.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise AssertionError(
+                    f"no end within {timeout} s:\n{log.read_text(errors='replace')[-6000:]}"
+                ) from None
         text = log.read_text(errors="replace")
         if not result.exists():
             raise AssertionError(f"the engine ended with {process.returncode}:\n{text[-6000:]}")

@@ -21,6 +21,15 @@ def worker_report(worker: Any) -> dict[str, Any]:
     from vllm_pp_plugin.comm.communicator import open_channels
 
     report = plugin.report()
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    methods = (
+        GroupCoordinator.isend_tensor_dict,
+        GroupCoordinator.destroy,
+        type(worker).__init__,
+        type(worker).sleep,
+    )
+    report["files"] = [method.__code__.co_filename for method in methods]
     report["rank"] = worker.rank
     report["record"] = getattr(worker, "pp_test_record", None)
     report["channels"] = [{"name": c.name, **dataclasses.asdict(c.stats())} for c in open_channels()]

@@ -52,7 +52,7 @@ class World:
         listener.close()
 
     def run(self, scenario: str, timeout: float = 120, ranks: list[int] | None = None, **kwargs: Any) -> list[Any]:
-        """Run ``module:function(world, **kwargs)`` on every rank (or on ``ranks``); their results, by rank.
+        """Run ``module:function(**kwargs)`` on every rank (or on ``ranks``); their results, by rank.
 
         Raises:
             RankError: With the traceback of every rank that failed, or the log of one that did not answer.

@@ -8,6 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of an engine's start is said once a process tree; each test is a tree of its own."""
+    monkeypatch.setenv("_PP_PLUGIN_SAID", "")
+
+
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
     """What the package logs, whether or not vLLM has set its loggers up in this process."""

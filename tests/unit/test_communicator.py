@@ -26,6 +26,7 @@ class Base:
 
     def __init__(self, cpu_group: Any = "cpu group", device_group: Any = "device group", world_size: int = 2) -> None:
         self.events: list[Any] = []
+        self.device = "the device"
         self.cpu_group = cpu_group
         self.device_group = device_group
         self.ranks = list(range(10, 10 + world_size))
@@ -236,7 +237,16 @@ def test_the_channel_is_given_the_groups_facts() -> None:
     comm.__class__ = compose(Full, "Cpu")
     backend, config = CpuBackend(), PluginConfig(max_pending_sends=3)
     comm.open_pp_channel(backend, config)
-    assert comm.pp_channel.arguments == ("pp:0", "cpu group", "device group", [10, 11, 12], 0, backend, config)
+    assert comm.pp_channel.arguments == (
+        "pp:0",
+        "cpu group",
+        "device group",
+        [10, 11, 12],
+        0,
+        backend,
+        config,
+        "the device",
+    )
     assert sends(comm)
     assert open_channels() == [comm.pp_channel]
 

@@ -605,3 +605,43 @@ def test_a_worker_that_cannot_have_what_was_asked_for_does_not_start(
     with pytest.raises(FeatureUnavailableError, match="async_sends was asked for"):
         vllm.Worker(FakeConfig({"pp_plugin": {"async_sends": True}}))
     assert vllm.Worker(FakeConfig()).seen == ["warm_up"]
+
+
+def test_a_process_that_starts_engines_keeps_its_doors(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine inside a child process of the user's: the next one there may have other settings."""
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    off = {"async_sends": False, "cpu_eager_pp": False}
+    plugin.arm()
+    vllm.Worker(vllm.engine(off))
+    assert vllm.doors() == BOTH_OPEN
+    with pytest.raises(ConfigError, match="nope"):
+        vllm.engine({"nope": 1})
+
+
+def test_the_line_is_said_once_in_a_process_tree(vllm: FakeVllm, log: pytest.LogCaptureFixture) -> None:
+    """With data parallelism every API server makes the same configuration again; other settings are another line."""
+    plugin.arm()
+    vllm.engine()
+    vllm.engine()
+    assert len(messages(log, logging.INFO)) == 1
+    vllm.engine({"async_sends": False})
+    assert len(messages(log, logging.INFO)) == 2
+
+
+@pytest.mark.parametrize(("sleeps", "fences"), [(True, 1), (False, 0)])
+def test_a_worker_that_cannot_sleep_needs_no_fence(sleeps: bool, fences: int) -> None:
+    """A vendor's worker may derive from WorkerBase, which has no sleep: async sends are on all the same."""
+
+    def sleep(self: Any, level: int = 1) -> None:
+        """Give memory back."""
+
+    worker = type("VendorWorker", (), {"sleep": sleep} if sleeps else {})
+    seams = plugin._async_sends_seams(Situation("npu", 2, True, worker))
+    assert len([seam for seam in seams if seam.info.target.endswith(".sleep")]) == fences
+
+
+def test_what_is_off_is_reported_as_not_installed() -> None:
+    """A report names every seam: absence is said, not left out."""
+    plugin.settle(config.parse({"async_sends": False, "cpu_eager_pp": False}), TWO_RANKS)
+    assert set(seam_states().values()) == {"not installed"}
+    assert len(seam_states()) == sum(len(feature.seams(TWO_RANKS)) for feature in plugin.FEATURES)

@@ -55,6 +55,11 @@ def test_versions_agree() -> None:
     assert versions["supported"] == f">={facts.TESTED[0]},<{facts.TESTED[1]}"
 
 
+def test_nothing_is_left_to_fill_in() -> None:
+    """The measured numbers are there."""
+    assert not re.search(r"\bBENCH_[A-Z]+\b", README)
+
+
 def test_commands_exist() -> None:
     """Every command of the README is one that the tests run (here: that it is there)."""
     for script in set(re.findall(r"^    (ci/\w+)", README, flags=re.M)):

@@ -38,6 +38,7 @@ class SendChannel:
         rank_in_group: This process's place in ``ranks``.
         backend: The device.
         config: Bounds and times.
+        device: The rank's device, which the channel's threads make current.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SendChannel:
         rank_in_group: int,
         backend: DeviceBackend,
         config: PluginConfig,
+        device: torch.device,
     ) -> None:
         self.name = name
         self.backend = backend
@@ -58,7 +60,7 @@ class SendChannel:
         self._rank_in_group = rank_in_group
         # A message is several sends; two threads must not mix theirs.
         self._wire = threading.Lock()
-        self._ledger = SendLedger(name, config, self._abort)
+        self._ledger = SendLedger(name, config, self._abort, lambda: backend.adopt_thread(device))
 
     def isend(
         self,
@@ -143,7 +145,8 @@ class SendChannel:
             # A connection that broke since the last look of the drain; torch names an address, we name the rank.
             raise SendFailedError(
                 f"group {self.name}: cannot send to rank {peer} ({', '.join(map(str, send.keys))}): {exc}. "
-                f"Rank {peer} has most likely ended: look at its log",
+                f"Rank {peer} may have ended (look at its log), or the transport refuses "
+                f"{tensor.dtype} on {tensor.device}",
                 peer=peer,
                 keys=send.keys,
             ) from exc

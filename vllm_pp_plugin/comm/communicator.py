@@ -46,6 +46,7 @@ class AsyncSendMixin:
     """
 
     # Facts that every communicator of vLLM has.
+    device: torch.device
     cpu_group: Any
     device_group: Any
     ranks: list[int]
@@ -73,6 +74,7 @@ class AsyncSendMixin:
             self.rank_in_group,
             backend,
             config,
+            self.device,
         )
         _open.append(self)
 

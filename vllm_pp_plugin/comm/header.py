@@ -28,7 +28,8 @@ class Header:
     def of(cls, metadata: Any) -> Header:
         """Pickle what the receiver will unpickle first."""
         pickled = torch.frombuffer(bytearray(pickle.dumps(metadata)), dtype=torch.uint8)
-        return cls(torch.tensor([pickled.numel()], dtype=torch.long), pickled)
+        # Named, since a model runner may have made its device the default one.
+        return cls(torch.tensor([pickled.numel()], dtype=torch.long, device="cpu"), pickled)
 
     @property
     def nbytes(self) -> int:

@@ -100,12 +100,21 @@ class SendLedger:
         name: The group's name, for messages and threads.
         config: Bounds and times.
         abort: Ends everything pending on the group, so that a blocked ``wait()`` returns. Called at most once.
+        thread_started: Called first in each of the ledger's threads.
     """
 
-    def __init__(self, name: str, config: PluginConfig, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: PluginConfig,
+        abort: Callable[[], None],
+        thread_started: Callable[[], None] = lambda: None,
+    ) -> None:
         self.name = name
         self._config = config
         self._abort = abort
+        self._thread_started = thread_started
+        self._close_result: DrainTimeoutError | None = None
         self._changed = threading.Condition()
         self._queue: deque[PendingSend] = deque()
         self._posting: deque[PendingSend] = deque()
@@ -116,7 +125,9 @@ class SendLedger:
         self._aborted = False
         self._closed = False
         self._drainer: threading.Thread | None = None
-        self._watcher = Watcher(name, config.send_warn_s, config.send_deadline_s, self._stuck_send, self._on_deadline)
+        self._watcher = Watcher(
+            name, config.send_warn_s, config.send_deadline_s, self._stuck_send, self._on_deadline, thread_started
+        )
         self._sends = self._peak_pending = self._peak_bytes = self._pressure_waits = 0
         self._pressure_s = 0.0
 
@@ -163,7 +174,9 @@ class SendLedger:
                     send.retained.clear()
                 self._changed.notify_all()
 
-    def _half_sent(self, send: PendingSend, exc: BaseException) -> SendFailedError:
+    def _half_sent(self, send: PendingSend, exc: BaseException) -> SendError:
+        if isinstance(exc, SendError):
+            return type(exc)(str(exc), peer=exc.peer, keys=exc.keys, age_s=exc.age_s)
         return SendFailedError(
             f"group {self.name}: a message to rank {send.peer} ({', '.join(map(str, send.keys))}) was sent in part: "
             f"{type(exc).__name__}: {exc}. The peer is out of step; restart the engine",
@@ -270,13 +283,15 @@ class SendLedger:
             The error of the drain, if its deadline passed, for the caller to log.
         """
         with self._changed:
+            if self._closed and self._aborted:
+                return self._close_result  # there is nothing more to wait for
             self._closed = True
             self._changed.notify_all()
         late: DrainTimeoutError | None = None
         try:
             self.drain(deadline_s)
         except DrainTimeoutError as exc:
-            late = exc
+            late = self._close_result = exc
             self._fail(exc)  # wakes who waits for one of them, and is the reason, not the abort that follows
             self._end_group()
         self._watcher.stop(_ABORT_GRACE_S)
@@ -315,6 +330,7 @@ class SendLedger:
             self._drainer = drainer
 
     def _drain_loop(self) -> None:
+        self._thread_started()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or (self._closed and not self._posting))

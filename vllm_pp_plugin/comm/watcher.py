@@ -45,6 +45,7 @@ class Watcher:
         warn_s: Age in seconds at which a send is logged, once, and at most one a ``warn_s``.
         deadline_s: Seconds without progress after which ``on_deadline`` is called, once.
         oldest: Returns the oldest send, or None.
+        thread_started: Called first in the thread.
         on_deadline: Ends the group; False if the send was taken in that very moment.
     """
 
@@ -55,12 +56,14 @@ class Watcher:
         deadline_s: float,
         oldest: Callable[[], Stuck | None],
         on_deadline: Callable[[Stuck], bool],
+        thread_started: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._warn_s = warn_s
         self._deadline_s = deadline_s
         self._oldest = oldest
         self._on_deadline = on_deadline
+        self._thread_started = thread_started
         self._tick_s = min(1.0, max(0.01, min(warn_s, deadline_s) / 4))
         self._busy = threading.Event()
         self._stopped = threading.Event()
@@ -87,6 +90,7 @@ class Watcher:
             self._thread.join(patience_s)
 
     def _run(self) -> None:
+        self._thread_started()
         warned: Any = None
         warned_at = float("-inf")
         while True:

@@ -53,7 +53,7 @@ def abort_gloo_group(group: ProcessGroup, group_rank: int) -> None:
         if other == group_rank:
             continue
         try:
-            group.recv([torch.empty(1)], other, _POISON_TAG).wait(_POISON_TIMEOUT)
+            group.recv([torch.empty(1, device="cpu")], other, _POISON_TAG).wait(_POISON_TIMEOUT)
         except RuntimeError:
             continue  # the time-out that closes the connections, or they are closed already
 
@@ -103,6 +103,19 @@ class DeviceBackend:
 
         Called by a helper thread, and never for a send that failed.
         """
+
+    def adopt_thread(self, device: torch.device) -> None:
+        """Make ``device`` current in the calling thread.
+
+        Called first in each helper thread of a group: a new thread starts on device 0, where asking a work would
+        open a context of its own (CUDA), or has no context at all (Ascend).
+        """
+        import torch
+
+        module = getattr(torch, self.name, None)
+        set_device = getattr(module, "set_device", None)
+        if device.index is not None and set_device is not None:
+            set_device(device)
 
     def completion(self, tensor: torch.Tensor) -> Completion:
         """How a send of ``tensor`` completes. CPU tensors travel on gloo on every platform."""

@@ -36,6 +36,9 @@ class CpuBackend(DeviceBackend):
         """See the base class."""
         self._pool.give_back(copies)
 
+    def adopt_thread(self, device: torch.device) -> None:
+        """Nothing to do."""
+
     def completion(self, tensor: torch.Tensor) -> Completion:
         """gloo can only be waited for."""
         return Completion.WAIT

@@ -52,7 +52,7 @@ class BufferPool:
         if nbytes < _SMALLEST:
             return tensor.detach().clone(memory_format=torch.contiguous_format)
         storage = self._take(size_class(nbytes))
-        copy = torch.empty(0, dtype=tensor.dtype)
+        copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
         copy.set_(storage, 0, tensor.shape)
         return copy.copy_(tensor.detach())
 
@@ -64,7 +64,7 @@ class BufferPool:
                 if blocks:
                     self._free[size] = blocks  # last: used most recently
                 return block
-        return torch.UntypedStorage(size)
+        return torch.UntypedStorage(size, device="cpu")
 
     def give_back(self, copies: Iterable[torch.Tensor]) -> None:
         """Take copies made here that nobody reads any more."""

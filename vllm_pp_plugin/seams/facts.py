@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -22,7 +23,7 @@ class Situation:
     Attributes:
         device: ``torch.device.type``.
         pipeline_parallel_size: Number of pipeline ranks.
-        eager: Whether nothing is compiled (``enforce_eager=True``).
+        eager: Whether nothing is compiled (``enforce_eager=True``), or vLLM's CPU warm-up is turned off.
         worker_class: The worker's class, known in workers only.
     """
 
@@ -35,10 +36,11 @@ class Situation:
     def of(cls, vllm_config: Any, worker_class: type | None = None) -> Situation:
         """Read it from a ``VllmConfig``."""
         mode = getattr(vllm_config.compilation_config, "mode", None)
+        no_warm_up = os.environ.get("VLLM_CPU_CI_ENV", "0") not in ("", "0")
         return cls(
             device=installed_device(),
             pipeline_parallel_size=int(vllm_config.parallel_config.pipeline_parallel_size),
-            eager=mode is None or int(mode) == 0,
+            eager=mode is None or int(mode) == 0 or no_warm_up,
             worker_class=worker_class,
         )
 
@@ -66,7 +68,10 @@ def version_note(version: str | None) -> str | None:
     if parsed < Version(TESTED[0]):
         return f"vLLM {version} is older than {TESTED[0]}, the first that was looked at"
     if parsed >= Version(TESTED[1]):
-        return f"vLLM {version} is newer than what was looked at (up to {TESTED[1]}); every seam is verified first"
+        return (
+            f"vLLM {version} is newer than what was looked at (before {TESTED[1]}); every seam is verified first, "
+            "and `vllm-pp doctor` says which fit"
+        )
     return None
 
 

@@ -37,7 +37,8 @@ def worker_sleep(worker_class: type | None) -> Seam:
             feature="async_sends",
             why="vllm-ascend waits for the send handles before it destroys its HCCL groups on sleep; our "
             "handles do not wait for the peer. vLLM up to 0.28 has no other fence.",
-            how="Drains every open channel first; an error after drain_deadline_s, with everything kept.",
+            how="Drains every open channel first; an error after drain_deadline_s, with everything kept. In a worker "
+            "it is the class in whose body its own sleep stands; `vllm-pp doctor` shows vLLM's GPU worker.",
             versions="0.23.0 and later",
             removal="with isend_tensor_dict",
         ),
