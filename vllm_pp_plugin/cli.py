@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sends.add_argument("--json", action="store_true", help="print JSON")
     sends.add_argument(
-        "--repeats", type=int, default=15, metavar="N", help="sends a case and side (default 15, least 3)"
+        "--repeats", type=int, default=12, metavar="N", help="sends a case and side (default 12, least 3)"
     )
     return parser
 
