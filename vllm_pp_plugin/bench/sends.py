@@ -173,8 +173,9 @@ def run(repeats: int = 12, progress: TextIO | None = None) -> dict[str, Any]:
         progress: Where to print a line a case, or None.
 
     Returns:
-        ``{"rows": [...], "seconds", "torch", "python"}``; times in milliseconds, sizes in bytes. "blocked" is the time inside
-        ``isend_tensor_dict``, "reuse" the time until every returned handle has been waited for.
+        ``{"rows": [...], "seconds", "torch", "python"}``; in rows, times are in milliseconds and sizes in bytes.
+        "blocked" is the time inside ``isend_tensor_dict``, "reuse" the time until every returned handle has been
+        waited for.
 
     Raises:
         PPPluginError: If a process ended or did not answer.
