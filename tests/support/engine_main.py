@@ -23,11 +23,12 @@ def worker_report(worker: Any) -> dict[str, Any]:
     report = plugin.report()
     from vllm.distributed.parallel_state import GroupCoordinator
 
+    own = type(worker.worker)  # vLLM hands its wrapper over
     methods = (
         GroupCoordinator.isend_tensor_dict,
         GroupCoordinator.destroy,
-        type(worker).__init__,
-        type(worker).sleep,
+        own.__mro__[-2].__init__,
+        own.sleep,
     )
     report["files"] = [method.__code__.co_filename for method in methods]
     report["rank"] = worker.rank
