@@ -19,6 +19,11 @@ what is allowed, and the next step.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
     "ChannelClosedError",
     "ConfigError",
@@ -74,6 +79,10 @@ class SendError(PPPluginError):
         self.peer = peer
         self.keys = keys
         self.age_s = age_s
+
+    def anew(self) -> Self:
+        """The same error as a new object: one that is raised twice grows a traceback of both."""
+        return type(self)(str(self), peer=self.peer, keys=self.keys, age_s=self.age_s)
 
 
 class SendFailedError(SendError):

@@ -680,8 +680,9 @@ def test_the_default_deadline_of_a_drain_is_the_setting(make: Make) -> None:
     work.finish()
 
 
-def test_drain_waits_for_a_message_that_is_being_posted(make: Make) -> None:
-    ledger, inside, go, work = make(), threading.Event(), threading.Event(), FakeWork()
+def slow_sender(ledger: SendLedger, work: FakeWork, go: threading.Event) -> Caller:
+    """A caller that stands in the middle of its posting until ``go`` is set."""
+    inside = threading.Event()
 
     def slowly() -> None:
         with ledger.admit(1, ("h",), 10) as send:
@@ -691,6 +692,12 @@ def test_drain_waits_for_a_message_that_is_being_posted(make: Make) -> None:
 
     sender = Caller(slowly)
     assert inside.wait(PATIENCE_S)
+    return sender
+
+
+def test_drain_waits_for_a_message_that_is_being_posted(make: Make) -> None:
+    ledger, work, go = make(), FakeWork(), threading.Event()
+    sender = slow_sender(ledger, work, go)
     with pytest.raises(DrainTimeoutError, match="being posted"):
         ledger.drain(0.02)
     drainer = Caller(ledger.drain)
@@ -826,16 +833,8 @@ def test_a_late_close_wakes_a_caller_in_wait(make: Make) -> None:
 
 
 def test_close_waits_for_a_message_that_is_being_posted(make: Make) -> None:
-    ledger, inside, go, work = make(), threading.Event(), threading.Event(), FakeWork()
-
-    def slowly() -> None:
-        with ledger.admit(1, ("h",), 10) as send:
-            inside.set()
-            go.wait()
-            send.works.append((Completion.WAIT, work))
-
-    sender = Caller(slowly)
-    assert inside.wait(PATIENCE_S)
+    ledger, work, go = make(), FakeWork(), threading.Event()
+    sender = slow_sender(ledger, work, go)
     closer = Caller(ledger.close)
     go.set()
     sender.outcome()

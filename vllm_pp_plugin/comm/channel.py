@@ -121,12 +121,14 @@ class SendChannel:
         with self._ledger.admit(peer, tuple(key for key, _ in tensors), nbytes) as send:
             # All copies before the first byte leaves: an error here (out of memory) must not leave the
             # peer with half a message.
-            given = [donate and t.is_contiguous() for _, t in tensors]
-            owned = [
-                t if is_given else self.backend.private_copy(t)
-                for (_, t), is_given in zip(tensors, given, strict=True)
-            ]
-            copies = [t for t, is_given in zip(owned, given, strict=True) if not is_given]
+            owned: list[torch.Tensor] = []
+            copies: list[torch.Tensor] = []
+            for _, tensor in tensors:
+                if donate and tensor.is_contiguous():
+                    owned.append(tensor)
+                else:
+                    copies.append(self.backend.private_copy(tensor))
+                    owned.append(copies[-1])
             if copies:
                 send.recycle = lambda: self.backend.recycle(copies)
             with self._wire:
@@ -144,7 +146,7 @@ class SendChannel:
         except RuntimeError as exc:
             # A connection that broke since the last look of the drain; torch names an address, we name the rank.
             raise SendFailedError(
-                f"group {self.name}: cannot send to rank {peer} ({', '.join(map(str, send.keys))}): {exc}. "
+                f"group {self.name}: cannot send to rank {peer} ({send.names}): {exc}. "
                 f"Rank {peer} may have ended (look at its log), or the transport refuses "
                 f"{tensor.dtype} on {tensor.device}",
                 peer=peer,

@@ -72,11 +72,16 @@ class PendingSend:
     posted: bool = False
     done: bool = False
 
+    @property
+    def names(self) -> str:
+        """The tensors' names, for messages."""
+        return ", ".join(map(str, self.keys))
+
     def describe(self, now: float) -> str:
         """E.g. ``send to rank 3 (hidden_states, residual; 4194304 bytes), 12.0 s old``."""
-        names = ", ".join(map(str, self.keys)) or "metadata only"
         stage = "" if self.posted else ", still being posted"
-        return f"send to rank {self.peer} ({names}; {self.nbytes} bytes), {now - self.posted_at:.1f} s old{stage}"
+        what = f"{self.names or 'metadata only'}; {self.nbytes} bytes"
+        return f"send to rank {self.peer} ({what}), {now - self.posted_at:.1f} s old{stage}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +181,9 @@ class SendLedger:
 
     def _half_sent(self, send: PendingSend, exc: BaseException) -> SendError:
         if isinstance(exc, SendError):
-            return type(exc)(str(exc), peer=exc.peer, keys=exc.keys, age_s=exc.age_s)
+            return exc.anew()
         return SendFailedError(
-            f"group {self.name}: a message to rank {send.peer} ({', '.join(map(str, send.keys))}) was sent in part: "
+            f"group {self.name}: a message to rank {send.peer} ({send.names}) was sent in part: "
             f"{type(exc).__name__}: {exc}. The peer is out of step; restart the engine",
             peer=send.peer,
             keys=send.keys,
@@ -228,8 +233,7 @@ class SendLedger:
                 self._failure
             )
         if self._failure is not None:
-            failure = self._failure
-            raise type(failure)(str(failure), peer=failure.peer, keys=failure.keys, age_s=failure.age_s) from failure
+            raise self._failure.anew() from self._failure
 
     # -- waiting ---------------------------------------------------------------------------------------
 

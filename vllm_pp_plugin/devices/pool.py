@@ -71,9 +71,7 @@ class BufferPool:
         for copy in copies:
             storage = copy.untyped_storage()
             size = storage.nbytes()
-            if size < _SMALLEST:
-                continue
-            if size > self._max_bytes:
+            if not _SMALLEST <= size <= self._max_bytes:
                 continue
             with self._lock:
                 self._free[size] = [*self._free.pop(size, []), storage]
